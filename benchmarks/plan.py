@@ -45,13 +45,13 @@ from onepolicy.config.lora import LoraConfig
 from onepolicy.models.logits_chunks import install_logits_chunks
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.plan.dims import read_dims
-from onepolicy.plan.learner_memory import learner_memory, policy_optimiser
-from onepolicy.plan.planner import with_adapters
+from onepolicy.plan.learner_memory import learner_memory
 from onepolicy.replay.routers import bind_routers
 from onepolicy.sync.adapters import add_adapter
 from onepolicy.train import streamed_adamw
 from onepolicy.train.dry_run import DryRunModel, MicroBatchShape, PeakMemory, compute_dtype
 from onepolicy.train.learner import LocalLearner
+from onepolicy.train.memory import rank_state, with_adapters
 from onepolicy.train.pack import pack
 from onepolicy.train.sharded.fsdp import FSDPSharding
 from onepolicy.train.streamed_adamw import HostAdamW
@@ -267,8 +267,8 @@ def predicted(name: str, case: Case) -> Tiers:
         first=first,
         cpu=True,
     )
-    state = policy_optimiser(dims, config, max(1, case.ranks), cpu=True, one_memory=False)
-    return Tiers(memory.total, state.host)
+    state = rank_state(dims, config, max(1, case.ranks), cpu=True)
+    return Tiers(memory.total, state.optimiser.host)
 
 
 def main() -> None:

@@ -199,10 +199,10 @@ async def first_seen(components, fault, *, by_weights=True, since=1):
     by_weights: the engine's weights are compared too, where they can be read. since: the first
     update that the fault is there for; those before arrive as they should. 0: it is there before
     the first push, and an error before the first update is "after update 0"."""
-    original = AdapterCheck._check_weights
+    original = AdapterCheck._wrong_weights
     try:
         if not by_weights:
-            AdapterCheck._check_weights = lambda _: None
+            AdapterCheck._wrong_weights = lambda _: None
         if fault is not None and since == 0:
             plant(fault, components)
         await start_adapter(components, lambda _: None)
@@ -214,7 +214,7 @@ async def first_seen(components, fault, *, by_weights=True, since=1):
     except TrainingError as error:
         return components.learner.version, str(error)
     finally:
-        AdapterCheck._check_weights = original
+        AdapterCheck._wrong_weights = original
     return None, ""
 
 

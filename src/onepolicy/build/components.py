@@ -219,7 +219,7 @@ def with_sampling(
     check_engine_capabilities(config, engine.caps, top_logprobs)
     reprefill = None
     samplers: tuple[WeightTarget, ...] = (engine,)
-    if uses_reprefill(config):
+    if config.uses_reprefill:
         reprefill = build_reprefill(config, model, scorer.device)
         samplers = engine, reprefill
     return make(
@@ -282,7 +282,7 @@ def build_engine_for(
     if scorer.routers:
         route_spec = route_spec_of(config, scorer.routers)
     returned_routes = route_spec
-    if uses_reprefill(config):
+    if config.uses_reprefill:
         returned_routes = None
     spec = EngineSpec(
         model,
@@ -346,11 +346,6 @@ def check_quant_support(config: RunConfig) -> None:
         check_kernels(quant, device)
     if isinstance(config.rollout.engine, VLLMEngineConfig):
         check_quant_device(quant, cpu=device.type == "cpu")
-
-
-def uses_reprefill(config: RunConfig) -> bool:
-    """Return whether a second forward records the routes."""
-    return isinstance(config.replay, RolloutReplay) and config.replay.source == "reprefill"
 
 
 def route_spec_of(config: RunConfig, routers: Routers) -> RouteSpec:

@@ -10,19 +10,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, ModelConfig, RunConfig, UsageError, VLLMEngineConfig
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.models.cache_size import cached_elements, state_bytes
+from onepolicy.models.cache_size import state_bytes
 from onepolicy.models.chunk_size import slots_per_chunk
 from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.models.empty import empty_model
 from onepolicy.models.load import DTYPES, context_length, parse_device, read_config
-from onepolicy.replay.layers import find_routers, is_moe
 from onepolicy.rollout.hf.prepare import needs_static_batch
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.train.dry_run import DryRunModel, MicroBatchShape, gather_dtype
-from onepolicy.train.optimiser_memory import optimiser_memory, parameter_shapes, shard_sizes
+from onepolicy.train.memory import (
+    ModelSizes,
+    RankState,
+    cache_row_bytes,
+    rank_state,
+    read_sizes,
+    with_adapters,
+)
 
 MARGIN = 0.1
 """Share of a GPU that is left to the CUDA context, kernels' workspaces and the allocator's gaps. A
@@ -40,43 +47,11 @@ class DeviceMemory:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The sizes of a model and of its engine's cache."""
-
-    parameters: int
-    shapes: tuple[tuple[int, int], ...]  # of parameters: rows, elements of a row
-    vocab: int
-    cached: int  # elements per token, over all layers
-    states: int  # bytes per sequence, of recurrent layers
-    route_bytes: int  # per token, in the engine's cache
-    has_rows: bool  # the embedded engine allocates a whole row for every sequence
-
-
 def device_memory(device: torch.device) -> DeviceMemory | None:
     """Return the memory of a GPU as it is now, None for a CPU."""
     if device.type != "cuda":
         return None
     return DeviceMemory(*torch.cuda.mem_get_info(device))
-
-
-def read_sizes(model: ModelConfig) -> Sizes:
-    """Read the sizes of a model without loading its weights."""
-    empty = empty_model(model)
-    text = empty.config.get_text_config()
-    route_bytes = 0
-    if is_moe(empty.config):
-        routers = find_routers(empty)
-        route_bytes = len(routers) * routers[0].top_k * (1 + (routers[0].num_experts > 256))
-    return Sizes(
-        parameters=sum(parameter.numel() for parameter in empty.parameters()),
-        shapes=parameter_shapes(empty),
-        vocab=int(text.vocab_size),
-        cached=sum(cached_elements(text, layer) for layer in range(text.num_hidden_layers)),
-        states=state_bytes(empty),
-        route_bytes=route_bytes,
-        has_rows=not needs_static_batch(empty),
-    )
 
 
 def micro_batch_bytes(
@@ -101,13 +76,14 @@ def micro_batch_bytes(
         return logits
     lengths = (min(slots, longest),) * max(1, slots // longest)
     try:
-        dry = DryRunModel(
+        dry = DryRunModel.of(
+            config,
             read_config(model),
-            dtype=DTYPES[gather_dtype(config)],
             cpu=False,
+            dtype=DTYPES[gather_dtype(config)],
             autocast=DTYPES.get(config.train.autocast),
-            fp32_lm_head=config.model.lm_head == "float32",
             logits_chunk=wanted,
+            invariant=False,
         )
         if config.train.lora is not None:
             dry.add_adapters(config.train.lora)
@@ -121,9 +97,17 @@ def micro_batch_bytes(
     return max(logits, int(found.peak))
 
 
+def sizes_of(empty: PreTrainedModel, config: RunConfig) -> ModelSizes:
+    """Count a model on the meta device, with the adapters of the run."""
+    sizes = read_sizes(empty)
+    if config.train.lora is None:
+        return sizes
+    return with_adapters(sizes, empty, config.train.lora)
+
+
 def learner_growth(
     config: RunConfig,
-    sizes: Sizes,
+    held: RankState,
     micro_batch: int,
     *,
     trains: bool = True,
@@ -131,30 +115,16 @@ def learner_growth(
 ) -> int:
     """Return the bytes that a learner takes beside its loaded parameters, on one device.
 
-    These are gradients, what optim.state leaves of AdamW's state and needs in an update, reference
-    and critic, and a micro-batch (`micro_batch_bytes`). trains: False for a scorer, which takes the
+    These are gradients, what optim.state leaves of AdamW's state and needs in an update, the other
+    models, and a micro-batch (`micro_batch_bytes`). trains: False for a scorer, which takes the
     micro-batch only. while_sampling: what it keeps between updates.
     """
     if not trains:
         return micro_batch
-    ranks = max(1, config.train.ranks)
-    state = optimiser_memory(sizes.shapes, config, ranks, cpu=False, one_memory=False)
-    parameters = _shard_bytes(config, sizes)
-    trained = int(state.moments + state.masters)
-    if not while_sampling:
-        trained += parameters + int(state.working)  # parameters: their gradients
-    others = 0
-    if config.objective.kl.coef:
-        others += parameters
-    if config.objective.has_critic:
-        others += parameters + trained
-    return trained + others + micro_batch * (not while_sampling)
-
-
-def _shard_bytes(config: RunConfig, sizes: Sizes) -> int:
-    """Return the bytes of a rank's parameters."""
-    shards = shard_sizes(sizes.shapes, max(1, config.train.ranks))
-    return sum(shards) * DTYPES[config.model.dtype].itemsize
+    kept = held.optimiser.moments + held.optimiser.masters + held.others
+    if while_sampling:
+        return int(kept)
+    return int(kept + held.gradients + held.critic_gradients + held.optimiser.working) + micro_batch
 
 
 def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: bool) -> int:
@@ -171,23 +141,23 @@ def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: 
     memory = device_memory(parse_device(config.train.device))
     if memory is None:
         return asked
-    sizes = read_sizes(model)
-    if not sizes.has_rows:
+    empty = empty_model(model)
+    sizes, states = sizes_of(empty, config), engine.max_num_seqs * state_bytes(empty)
+    if needs_static_batch(empty):  # which allocates no rows
         return asked
     itemsize = DTYPES[engine.dtype].itemsize
-    per_token = sizes.cached * itemsize + sizes.route_bytes
+    per_token = cache_row_bytes(sizes, config, KEY_BLOCK, itemsize) // KEY_BLOCK
     per_position = engine.max_num_seqs * per_token
     slots = config.train.tokens_per_micro_batch
     activations = micro_batch_bytes(
         config, model, sizes.vocab, longest=min(slots, asked), trains=trains
     )
-    learner = _shard_bytes(config, sizes)
-    learner += learner_growth(config, sizes, activations, trains=trains)
-    weights = sizes.parameters * itemsize
+    held = rank_state(sizes, config, max(1, config.train.ranks), cpu=False)
+    learner = int(held.parameters) + learner_growth(config, held, activations, trains=trains)
+    weights = sizes.total * itemsize
     margin = MARGIN
     if engine.max_len is not None:
         margin /= 2
-    states = engine.max_num_seqs * sizes.states
     room = memory.free - int(margin * memory.total) - learner - weights - states
     fits = max(0, room) // per_position
     if trains and fits > slots:  # a sample is never split, so it may be more than a micro-batch
@@ -282,11 +252,12 @@ def share_beside_learner(
     if not beside or memory is None:
         return 1.0
     asleep = trains and engine_sleeps(config, device)
-    sizes, activations = read_sizes(model), 0
+    sizes, activations = sizes_of(empty_model(model), config), 0
     if not asleep:
         longest = config.rollout.engine.max_len or config.train.tokens_per_micro_batch
         activations = micro_batch_bytes(config, model, sizes.vocab, longest=longest, trains=trains)
-    grows = learner_growth(config, sizes, activations, trains=trains, while_sampling=asleep)
+    held = rank_state(sizes, config, max(1, config.train.ranks), cpu=False)
+    grows = learner_growth(config, held, activations, trains=trains, while_sampling=asleep)
     share = (memory.free - grows) / memory.total
     if share <= 0:
         raise UsageError(

@@ -123,6 +123,11 @@ class RunConfig(Frozen):
         return max(turns, min(limit for limit in limits if limit is not None)), turns
 
     @property
+    def uses_reprefill(self) -> bool:
+        """True if a second forward records the routes."""
+        return isinstance(self.replay, RolloutReplay) and self.replay.source == "reprefill"
+
+    @property
     def scores_old(self) -> bool:
         """True if the update needs the old policy's log-probabilities."""
         return not self.correction.bypass

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.build.components import load_tokenizer_and_max_len, uses_reprefill
+from onepolicy.build.components import load_tokenizer_and_max_len
 from onepolicy.build.measure import EngineAndScorer, build_engine_and_scorer, measure_config
 from onepolicy.config import ModelConfig, TrainingError, UsageError
 from onepolicy.config.input_files import resolve_model
@@ -286,7 +286,7 @@ def check_route_shapes(
     """
     if pair.route_spec is None:
         return _routes_not_needed("a dense model has no routes")
-    if uses_reprefill(pair.config):
+    if pair.config.uses_reprefill:
         return _routes_not_needed("replay.source=reprefill needs none of its own")
     if not pair.engine.caps.returns_routes:
         fix = "start the engine so that it returns them, or set replay.source=reprefill"

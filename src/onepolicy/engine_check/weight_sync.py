@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -60,35 +59,6 @@ class RoundedModel:
         return max(MIN_LIMIT[self._dtype], MARGIN * gap)
 
 
-@dataclass(frozen=True, slots=True)
-class _SyncGaps:
-    """Gaps of an engine's log-probabilities after weight syncs, of the worst request [nats]."""
-
-    pushed: float  # from the perturbed weights, just pushed
-    cached: float  # from the same, where prefixes were cached before the push
-    old: float  # from the first weights, with the perturbed ones pushed
-    limit: float  # the largest gap expected
-    moved: float  # between the first weights and the first weights pushed again
-    is_back: bool  # `moved` is no more than an engine's last places
-
-    @property
-    def fault(self) -> str | None:
-        if not self.pushed <= self.limit:
-            return (
-                f"log-probabilities {number(self.pushed)} nats from the weights just pushed, "
-                f"{number(self.old)} from the ones before"
-            )
-        if not self.cached <= self.limit:
-            return (
-                f"{number(self.cached)} nats off where prefixes were cached before the push, "
-                f"{number(self.pushed)} where not"
-            )
-        if not self.is_back:
-            moved = number(self.moved)
-            return f"the first weights, pushed again, move log-probabilities by {moved}"
-        return None
-
-
 async def check_weight_sync(
     pair: EngineAndScorer, rounded: RoundedModel, plain: GeneratedBatch
 ) -> Check:
@@ -100,22 +70,22 @@ async def check_weight_sync(
     name = "weight sync"
     fix = "load_weights takes over every tensor and discards all cached keys, values and routes"
     try:
-        gaps = await _measure_sync(pair, rounded, plain)
+        passed, found = await _measure_sync(pair, rounded, plain)
     except (UsageError, TrainingError) as error:
         return Check(name, False, str(error), fix)
-    if gaps.fault is not None:
-        text = f"{gaps.fault} (expected: at most {number(gaps.limit)})"
-        return Check(name, False, text, fix)
-    text = (
-        "the same weights move nothing; others are followed, cached or not: "
-        f"{number(gaps.pushed)} nats off, {number(gaps.old)} from the ones before"
-    )
-    return Check(name, True, text)
+    if passed:
+        return Check(name, True, f"the same weights move nothing; others are followed, {found}")
+    return Check(name, False, found, fix)
 
 
 async def _measure_sync(
     pair: EngineAndScorer, rounded: RoundedModel, plain: GeneratedBatch
-) -> _SyncGaps:
+) -> tuple[bool, str]:
+    """Return whether the engine follows its weights, and the first fault or what was measured.
+
+    Gaps are of the worst request [nats]: from the perturbed weights just pushed, from the same
+    where prefixes were cached before the push, and from the first weights.
+    """
     engine, scorer, seeds = pair.engine, pair.scorer, range(len(plain.prompts))
     size = scorer.vocab_size
     await checked_push(scorer, engine, vocab=size)
@@ -125,22 +95,32 @@ async def _measure_sync(
     with perturbed_weights(scorer):
         rounded.load_learner_weights()
         await push_weights(scorer, engine)
-        cached = await generate_all(engine, plain.prompts, plain.sampling, seeds)
+        before = await generate_all(engine, plain.prompts, plain.sampling, seeds)
         await engine.reset_cache()
         fresh = await generate_all(engine, plain.prompts, plain.sampling, seeds)
         batch = score_generated(scorer, fresh)
-        limit, pushed_gap = rounded.limit(batch), _worst_gap(batch)
-        cached_gap = _worst_gap(score_generated(scorer, cached))
+        limit, pushed = rounded.limit(batch), _worst_gap(batch)
+        cached = _worst_gap(score_generated(scorer, before))
     await push_weights(scorer, engine)
     moved, is_back = await canary.change()
-    return _SyncGaps(
-        pushed=pushed_gap,
-        cached=cached_gap,
-        old=_worst_gap(score_generated(scorer, fresh)),
-        limit=limit,
-        moved=moved,
-        is_back=is_back,
-    )
+    old = number(_worst_gap(score_generated(scorer, fresh)))
+    expected = f"(expected: at most {number(limit)})"
+    for right, fault in (
+        (
+            pushed <= limit,
+            f"log-probabilities {number(pushed)} nats from the weights just pushed, {old} from "
+            "the ones before",
+        ),
+        (
+            cached <= limit,
+            f"{number(cached)} nats off where prefixes were cached before the push, "
+            f"{number(pushed)} where not",
+        ),
+        (is_back, f"the first weights, pushed again, move log-probabilities by {number(moved)}"),
+    ):
+        if not right:
+            return False, f"{fault} {expected}"
+    return True, f"cached or not: {number(pushed)} nats off, {old} from the ones before"
 
 
 def _worst_gap(batch: TokenBatch) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -12,13 +12,12 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from onepolicy.config import ModelConfig, UsageError
-from onepolicy.models.cache_size import cached_elements, state_bytes
+from onepolicy.models.cache_size import cached_elements
 from onepolicy.models.layer_kinds import layer_kinds
 from onepolicy.models.load import context_length, read_config
 from onepolicy.models.prepare import unknown_layers
-from onepolicy.replay.layers import find_routers
 from onepolicy.train.dry_run import decoder_layers
-from onepolicy.train.optimiser_memory import Shapes, parameter_shapes
+from onepolicy.train.memory import ModelSizes, Shapes, parameter_shapes, read_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +37,19 @@ class Attention:
         return min(length, self.window)
 
 
-@dataclass(frozen=True, slots=True)
-class Dims:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dims(ModelSizes):
     """The dimensions and parameter counts of a model."""
 
     name: str
     hidden: int
-    vocab: int
     context: int  # tokens
-    total: int  # parameters
-    routed: int  # of these in routed experts
-    embedding: int  # of these in the input embedding, which multiplies nothing
-    outside: int  # of these outside decoder layers: embedding, head, norm
-    largest_layer: int  # parameters of the largest decoder layer
-    shapes: Shapes  # of all parameters
-    layer_shapes: Shapes  # of those of the largest decoder layer
-    experts: int  # routed experts of a MoE layer, 0 if dense
-    top_k: int
-    moe_layers: int  # routers
+    routed: int  # parameters in routed experts
+    embedding: int  # in the input embedding, which multiplies nothing
+    outside: int  # outside decoder layers: embedding, head, norm
+    largest_layer: int  # of the largest decoder layer
+    layer_shapes: Shapes  # of the largest decoder layer's parameters
     attention: tuple[Attention, ...]  # of every decoder layer
-    states: int = 0  # bytes of a sequence's states in recurrent layers
-    adapter: int = 0  # parameters of A and B (train.lora), beside the above
-    four_bit: int = 0  # of all parameters those that the trainer stores in nf4 (train.lora.base)
 
     @property
     def layers(self) -> int:
@@ -146,46 +136,36 @@ def read_hf_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def read_dims(model: PreTrainedModel, name: str) -> Dims:
-    """Count the dimensions of `model`, which may be made of fake or meta tensors."""
-    text = model.config.get_text_config()
-    layers = decoder_layers(model)
+    """Count the dimensions of `model`, which may be made of fake or meta tensors.
+
+    Raises UsageError for layers that are not known.
+    """
+    _check_layers(model)
+    text, sizes, layers = model.config.get_text_config(), read_sizes(model), decoder_layers(model)
     layer_sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     largest = layers[layer_sizes.index(max(layer_sizes))]
-    routed = sum(p.numel() for path, p in model.named_parameters() if is_routed(path))
-    routers = find_routers(model) if routed else ()
-    experts = top_k = 0
-    if routers:
-        experts, top_k = routers[0].num_experts, routers[0].top_k
-    total = sum(p.numel() for p in model.parameters())
     return Dims(
+        **asdict(sizes),
         name=name,
         hidden=text.hidden_size,
-        vocab=text.vocab_size,
         context=context_length(model.config),
-        total=total,
-        routed=routed,
+        routed=sum(p.numel() for path, p in model.named_parameters() if is_routed(path)),
         embedding=_untied_embedding_size(model),
-        outside=total - sum(layer_sizes),
+        outside=sizes.total - sum(layer_sizes),
         largest_layer=max(layer_sizes),
-        shapes=parameter_shapes(model),
         layer_shapes=parameter_shapes(largest),
-        experts=experts,
-        top_k=top_k,
-        moe_layers=len(routers),
         attention=tuple(_attention(text, i) for i in range(len(layers))),
-        states=_states(model),
     )
 
 
-def _states(model: PreTrainedModel) -> int:
-    """Return the bytes of a sequence's states. Raises UsageError for layers that are not known."""
+def _check_layers(model: PreTrainedModel) -> None:
+    """Raise UsageError for layers that are not known."""
     unknown = unknown_layers(model)
     if unknown:
         raise UsageError(
             f"model.path: {type(model).__name__} has {unknown} layers, whose memory and time "
             "onepolicy plan cannot count"
         )
-    return state_bytes(model)
 
 
 def _untied_embedding_size(model: PreTrainedModel) -> int:
@@ -232,18 +212,6 @@ def _attention_window(text: PreTrainedConfig, layer: int) -> int | None:
     if not has_window:
         return None
     return getattr(text, "sliding_window", None) or None
-
-
-def trace_itemsize(dims: Dims) -> int:
-    """Return the bytes of an expert id: one with up to 256 experts, else two."""
-    if dims.experts <= 256:
-        return 1
-    return 2
-
-
-def route_bytes(dims: Dims) -> int:
-    """Return the bytes of one token's routes in a RoutingTrace."""
-    return dims.moe_layers * dims.top_k * trace_itemsize(dims)
 
 
 def format_count(count: float) -> str:

@@ -14,15 +14,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from onepolicy.config import HFEngineConfig, QuantFormat, RunConfig, VLLMEngineConfig
 from onepolicy.config.quant import Fp8, Fp8Weight
 from onepolicy.config.serve import ServeConfig
-from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.plan.dims import Dims
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.learner_memory import BYTES, FLOAT32, kept_per_token
 from onepolicy.plan.step_work import StepWork, devices_per_replica, replicated
 from onepolicy.rollout.copies import quantise_policy
 from onepolicy.rollout.vllm.memory import cache_bytes, memory_args
 from onepolicy.rollout.vllm.quant import hf_equivalent
 from onepolicy.train.fake_kernels import kernel_stand_ins
+from onepolicy.train.memory import FLOAT32, ITEMSIZE, cache_row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class EngineWeights:
 def engine_weights(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -> EngineWeights:
     """Compute the size of the weights that the recipe's engine holds."""
     engine, quant = config.rollout.engine, config.rollout.quant
-    itemsize = BYTES[engine.dtype]
+    itemsize = ITEMSIZE[engine.dtype]
     head_copy = 0.0
     if isinstance(engine, HFEngineConfig) and engine.lm_head == "float32":
         head_copy = FLOAT32 * dims.head_size
@@ -159,24 +158,15 @@ def _evaluator_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
     """Return the bytes of the engine that evaluates unquantised weights; 0 without one."""
     if config.rollout.quant is None or not config.eval.every or config.eval.quantised:
         return 0.0
-    weights = dims.total * BYTES[config.rollout.engine.dtype]
+    weights = dims.total * ITEMSIZE[config.rollout.engine.dtype]
     return weights + embedded_cache_bytes(dims, config, cluster)
 
 
 def embedded_cache_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
-    """Return the bytes of the embedded engine's keys, values, states and routes.
-
-    It has a whole row for every sequence and layer, also in layers with a window.
-    """
-    engine = config.rollout.engine
+    """Return the bytes of the embedded engine's keys, values, states and routes."""
+    engine, itemsize = config.rollout.engine, cache_itemsize(dims, config, cluster)
     length = engine.max_len or dims.context
-    rows = -(-length // KEY_BLOCK) * KEY_BLOCK
-    elements = sum(layer.cached for layer in dims.attention) * rows
-    routes = 0
-    if config.replay.mode != "off":
-        routes = length * kept_per_token(dims, config)
-    row = elements * cache_itemsize(dims, config, cluster) + routes
-    return engine.max_num_seqs * (row + dims.states)
+    return engine.max_num_seqs * cache_row_bytes(dims, config, length, itemsize)
 
 
 def cache_itemsize(dims: Dims, config: RunConfig, cluster: Cluster) -> int:
@@ -188,7 +178,7 @@ def cache_itemsize(dims: Dims, config: RunConfig, cluster: Cluster) -> int:
     latent = any(layer.latent for layer in dims.attention)
     if isinstance(config.rollout.engine, HFEngineConfig) and cluster.is_cpu and not latent:
         return FLOAT32
-    return BYTES[config.rollout.engine.dtype]
+    return ITEMSIZE[config.rollout.engine.dtype]
 
 
 def sequence_cache_bytes(

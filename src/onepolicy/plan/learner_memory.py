@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from onepolicy.build.components import uses_reprefill
-from onepolicy.config import RunConfig, WeightsReplay
-from onepolicy.plan.dims import Dims, route_bytes
+from onepolicy.config import RunConfig
+from onepolicy.plan.dims import Dims
 from onepolicy.plan.hardware import Cluster
 from onepolicy.train.dry_run import MicroBatchMemory, gather_dtype
-from onepolicy.train.optimiser_memory import OptimiserMemory, optimiser_memory, shard_sizes
-
-FLOAT32 = 4
-BYTES = {"float32": 4, "bfloat16": 2}
-NF4 = 0.5 + FLOAT32 / 64  # bytes of a weight in nf4: its code, and its part of a scale
+from onepolicy.train.memory import FLOAT32, ITEMSIZE, kept_per_token, rank_state, shard_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +36,7 @@ def checkpoint_cost(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int)
     All ranks share the bandwidth of one folder (`disk`). A single rank writes its tensors without
     copying them. Moments in 8 bits, and their masters, are first copied to the host in float32.
     """
-    weight_bytes = BYTES[config.model.dtype]
+    weight_bytes = ITEMSIZE[config.model.dtype]
     parameter_bytes = weight_bytes + 2 * FLOAT32
     if config.model.dtype == "bfloat16":
         parameter_bytes += FLOAT32
@@ -49,7 +44,7 @@ def checkpoint_cost(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int)
     size = dims.total * parameter_bytes * policies
     if dims.adapter:  # the base is not written
         size = dims.adapter * 3 * FLOAT32
-    disk, exported = cluster["disk"], BYTES["bfloat16"] * dims.total
+    disk, exported = cluster["disk"], ITEMSIZE["bfloat16"] * dims.total
     written, widened = size / disk, 0.0
     if config.optim.state == "8bit":
         widened = dims.total * (parameter_bytes - weight_bytes) * policies
@@ -95,69 +90,36 @@ def learner_memory(
 ) -> LearnerMemory:
     """Compute the memory of one rank.
 
-    FSDP2 shards every tensor of a parameter's shape over the ranks (`shard_sizes`). held, slots: of
-    a micro-batch. graphs: micro-batches whose graph is kept at once (train.reuse_scoring_forward
-    keeps all of a step's). first: an optimiser step has one micro-batch, whose activations are
-    freed by the time all gradients exist. one_memory: see `optimiser_memory`.
+    held, slots: of a micro-batch. graphs: micro-batches whose graph is kept at once
+    (train.reuse_scoring_forward keeps all of a step's). first: an optimiser step has one
+    micro-batch, whose activations are freed by the time all gradients exist. one_memory: see
+    `optimiser_memory`.
     """
-    state = policy_optimiser(dims, config, ranks, cpu=cpu, one_memory=one_memory)
-    shard, itemsize = sum(shard_sizes(dims.shapes, ranks)), BYTES[config.model.dtype]
-    adapter = FLOAT32 * dims.adapter
-    gathered = gathered_bytes(dims, config, ranks, held.layer, cpu=cpu)
-    gradients = adapter or shard * itemsize
+    state = rank_state(dims, config, ranks, cpu=cpu, one_memory=one_memory)
+    gathered, gradients = gathered_bytes(dims, config, ranks, held.layer, cpu=cpu), state.gradients
     working = held.peak + (graphs - 1) * held.saved
     if first:  # the backward of layer 0 has all gradients but those of this layer and before it
         missing = gradients / dims.layers
-        if not adapter:
-            missing = itemsize * sum(shard_sizes(dims.layer_shapes, ranks))
+        if not dims.adapter:
+            missing = ITEMSIZE[config.model.dtype] * sum(shard_sizes(dims.layer_shapes, ranks))
         working = max(working - gradients, held.end - missing, held.tail)
-    working = max(working, state.working - gathered)  # an update: no activations, no layers
+    # An update has neither activations nor gathered layers.
+    working = max(working, state.optimiser.working - gathered)
     logits = max(0.0, min(held.logits, working))  # extrapolated: below 0 where they never peak
     routes = 0.0
     if config.replay.mode != "off":
         routes = slots * kept_per_token(dims, config) * graphs
     return LearnerMemory(
-        parameters=shard * itemsize + adapter - dims.four_bit / ranks * (itemsize - NF4),
-        masters=state.masters,
+        parameters=state.parameters,
+        masters=state.optimiser.masters,
         gradients=gradients,
-        optimiser=state.moments,
+        optimiser=state.optimiser.moments,
         gathered=gathered,
         activations=working - logits,
         logits=logits,
         routes=routes,
-        others=_other_models_bytes(dims, config, shard, state),
+        others=state.others + state.critic_gradients,
     )
-
-
-def policy_optimiser(
-    dims: Dims, config: RunConfig, ranks: int, *, cpu: bool, one_memory: bool
-) -> OptimiserMemory:
-    """Compute the bytes of AdamW's state: of adapters if there are any, else of all weights.
-
-    Adapters are float32 whatever model.dtype is, so there are no masters behind them.
-    """
-    if dims.adapter:
-        return OptimiserMemory(2.0 * FLOAT32 * dims.adapter, 0.0, 0.0, 0.0)
-    return optimiser_memory(dims.shapes, config, ranks, cpu=cpu, one_memory=one_memory)
-
-
-def _other_models_bytes(
-    dims: Dims, config: RunConfig, shard: float, state: OptimiserMemory
-) -> float:
-    """Return the bytes of the critic, the reference and the model that records routes.
-
-    shard: parameters of a rank. state: of the policy; a critic has as much.
-    """
-    itemsize = BYTES[config.model.dtype]
-    critic = reference = recorder = 0.0
-    if config.objective.has_critic:
-        critic = shard * 2 * itemsize + state.moments + state.masters
-    kl = config.objective.kl
-    if kl.coef and not (dims.adapter and kl.reference is None):  # else the adapter is turned off
-        reference = shard * itemsize
-    if uses_reprefill(config):  # a second, unsharded copy of the model records routes
-        recorder = dims.total * BYTES[config.rollout.engine.dtype]
-    return critic + reference + recorder
 
 
 def gathered_bytes(
@@ -175,23 +137,15 @@ def gathered_bytes(
     """
     copies = 0.0
     if config.train.autocast == "bfloat16":
-        copies = dims.total * BYTES["bfloat16"]
+        copies = dims.total * ITEMSIZE["bfloat16"]
     if ranks == 1:
         return copies
     gathered_layers, sent_layers = (2, 1) if cpu else (3, 2)
-    itemsize = BYTES[gather_dtype(config)]
+    itemsize = ITEMSIZE[gather_dtype(config)]
     layer = ranks * sum(shard_sizes(dims.layer_shapes, ranks))
     sent = 0.0 if dims.adapter else FLOAT32 * layer * sent_layers
     gathered = itemsize * (dims.outside + layer * gathered_layers)
     return copies + gathered + max(0.0, sent - activations)
-
-
-def kept_per_token(dims: Dims, config: RunConfig) -> int:
-    """Return the bytes of a token's routes, with its combine weights if replay.mode = weights."""
-    kept = route_bytes(dims)
-    if isinstance(config.replay, WeightsReplay):
-        kept += FLOAT32 * dims.moe_layers * dims.top_k
-    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +166,7 @@ def start_memory(dims: Dims, config: RunConfig, cluster: Cluster, ranks: int) ->
     readers = 1
     if has_critic or not dims.embedding:
         readers = min(ranks, cluster.per_node)
-    whole = dims.total * BYTES[config.model.dtype]
+    whole = dims.total * ITEMSIZE[config.model.dtype]
     device = 0.0
     if has_critic and ranks > 1:
         device = whole + whole / ranks

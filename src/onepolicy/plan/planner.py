@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
 from onepolicy.build.gpu_defaults import with_gpu_precision
 from onepolicy.config import ModelConfig, RunConfig, UsageError
-from onepolicy.config.lora import LoraConfig
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.models.load import foreign_files
 from onepolicy.plan.dims import Dims, read_dims, read_hf_config
@@ -25,7 +21,6 @@ from onepolicy.plan.learner_memory import (
     StartMemory,
     checkpoint_cost,
     learner_memory,
-    policy_optimiser,
     start_memory,
 )
 from onepolicy.plan.splits import DeviceSplit, possible_splits
@@ -38,7 +33,6 @@ from onepolicy.plan.times import (
     rollout_time,
     sync_seconds,
 )
-from onepolicy.sync.adapters import Targets
 from onepolicy.train.dry_run import (
     DryRunModel,
     MicroBatchMemory,
@@ -46,7 +40,7 @@ from onepolicy.train.dry_run import (
     compute_dtype,
 )
 from onepolicy.train.forward import logits_chunk
-from onepolicy.train.optimiser_memory import OptimiserMemory
+from onepolicy.train.memory import OptimiserMemory, rank_state, with_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +156,9 @@ class Planner:
         self._hf_config = read_hf_config(model)
         # by the dtype of the layers' computation, and train.logits_chunk
         self._models: dict[tuple[str, int | None], DryRunModel] = {}
-        self._dry_runs: dict[tuple[Any, ...], MicroBatchMemory] = {}
         settled = self.settings_of(cluster.count)
         with foreign_files("the config", model, limited=False):
-            dry = self._plain_model(settled)
+            dry = DryRunModel.of(settled, self._hf_config, cpu=cluster.is_cpu)
             self.dims: Dims = read_dims(dry.model, config.model.path)
         if config.train.lora is not None:
             self.dims = with_adapters(self.dims, dry.model, config.train.lora)
@@ -193,7 +186,8 @@ class Planner:
             share = cluster["engine_share"] * max(0.0, self.room - learner.total)
             share /= cluster["memory"]
         engine = self.engine_device_memory(split.tensor_parallel, share, config)
-        state = self._optimiser_memory(learners, config)
+        cpu = cluster.is_cpu
+        state = rank_state(dims, config, learners, cpu=cpu, one_memory=cpu).optimiser
         policies = 1 + config.objective.has_critic
         engine_devices = {"engines": split.engines, "tensor_parallel": split.tensor_parallel}
         return PlanOption(
@@ -232,16 +226,19 @@ class Planner:
         )
 
     def settings_of(
-        self, learners: int, note: Callable[[str], None] = lambda text: None
+        self,
+        learners: int,
+        config: RunConfig | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> RunConfig:
         """Return the recipe with what a run of these learner ranks settles on a GPU.
 
-        note: gets a line that says so.
+        config: a changed recipe. note: gets a line that says so.
         """
+        config = config or self.config
         if self.cluster.is_cpu:
-            return self.config
-        sharded = learners > 1 or bool(self.config.train.ranks)
-        return with_gpu_precision(self.config, note, ranks=sharded)
+            return config
+        return with_gpu_precision(config, note, ranks=learners > 1 or bool(config.train.ranks))
 
     def replanned(self, config: RunConfig) -> Planner:
         """Return a planner of another recipe for the same model, cluster and lengths."""
@@ -293,10 +290,6 @@ class Planner:
             one_memory=self.cluster.is_cpu,
         )
 
-    def _optimiser_memory(self, ranks: int, config: RunConfig) -> OptimiserMemory:
-        cpu = self.cluster.is_cpu
-        return policy_optimiser(self.dims, config, ranks, cpu=cpu, one_memory=cpu)
-
     def _micro_batch_memory(
         self, samples: int, config: RunConfig, *, exact: bool
     ) -> MicroBatchMemory:
@@ -324,39 +317,23 @@ class Planner:
         return 0 < self._logits_chunk(config) < sum(fullest.trainable)
 
     def _dry_run(self, samples: int, config: RunConfig, *, first: bool) -> MicroBatchMemory:
-        checkpointing = config.train.activation_checkpointing
-        key = (*_model_key(config), samples, checkpointing, first)
-        if key not in self._dry_runs:
-            micro = MicroBatchShape((self.work.slots,) * samples, (self.work.response,) * samples)
-            with foreign_files("the config", self._model_config, limited=False):
-                self._dry_runs[key] = self._model(config).micro_batch_memory(
-                    micro,
-                    checkpointing=checkpointing,
-                    entropy_graph=config.objective.entropy_coef > 0,
-                    first=first,
-                )
-        return self._dry_runs[key]
+        micro = MicroBatchShape((self.work.slots,) * samples, (self.work.response,) * samples)
+        with foreign_files("the config", self._model_config, limited=False):
+            return self._model(config).micro_batch_memory(  # which keeps its runs
+                micro,
+                checkpointing=config.train.activation_checkpointing,
+                entropy_graph=config.objective.entropy_coef > 0,
+                first=first,
+            )
 
     def _model(self, config: RunConfig) -> DryRunModel:
         key = _model_key(config)
         if key not in self._models:
-            dry = self._plain_model(config)
+            dry = DryRunModel.of(config, self._hf_config, cpu=self.cluster.is_cpu)
+            self._models[key] = dry
             if self.config.train.lora is not None:
                 dry.add_adapters(self.config.train.lora)
-            self._models[key] = dry
         return self._models[key]
-
-    def _plain_model(self, config: RunConfig) -> DryRunModel:
-        """Build the model without adapters."""
-        dtype, logits_chunk = _model_key(config)
-        return DryRunModel(
-            self._hf_config,
-            dtype=getattr(torch, dtype),
-            cpu=self.cluster.is_cpu,
-            fp32_lm_head=self.config.model.lm_head == "float32",
-            logits_chunk=logits_chunk,
-            invariant=self.config.numerics == ON_POLICY,
-        )
 
     @property
     def room_share(self) -> float:
@@ -402,23 +379,3 @@ def best_option(options: list[PlanOption]) -> PlanOption:
     least = min(option.learner_used for option in near)
     small = [option for option in near if option.learner_used <= 1.1 * least]
     return min(small, key=lambda option: option.seconds)
-
-
-def with_adapters(dims: Dims, model: PreTrainedModel, config: LoraConfig) -> Dims:
-    """Return the dimensions with those of A and B. `model` may be made of fake tensors.
-
-    Raises UsageError for targets that the model does not have.
-    """
-    modules, parameters = Targets(model).choose(config.targets, type(model).__name__)
-    names = [*(f"{path}.weight" for path in modules), *parameters]
-    count = sum(_elements(tuple(model.get_parameter(name).shape), config.rank) for name in names)
-    four_bit = 0
-    if config.base == "nf4":
-        four_bit = sum(model.get_parameter(name).numel() for name in Targets(model).matrices)
-    return replace(dims, adapter=count, four_bit=four_bit)
-
-
-def _elements(shape: tuple[int, ...], rank: int) -> int:
-    """Return the elements of A and B of a weight [O, I], or of every expert of [E, O, I]."""
-    experts = shape[0] if len(shape) == 3 else 1
-    return experts * rank * (shape[-1] + shape[-2])

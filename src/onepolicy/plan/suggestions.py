@@ -1,40 +1,101 @@
-"""Suggested changes to a recipe that does not fit. Each is planned before it is suggested."""
+"""Suggested changes to a recipe that does not fit. Each is planned before it is suggested.
+
+A change is what a user types behind `onepolicy plan`, and is read as such. So whatever the settings
+of a run refuse together is never suggested.
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 
 from onepolicy.config import RunConfig, UsageError, resolve
-from onepolicy.config.lora import LoraConfig
-from onepolicy.config.quant import Fp8
 from onepolicy.notation import counted
 from onepolicy.plan.dims import format_count
 from onepolicy.plan.planner import Planner, PlanOption, best_option
 from onepolicy.plan.splits import ENGINE_SIZES, DeviceSplit
 from onepolicy.plan.step_work import in_process, replicated
-from onepolicy.train.optimiser_memory import shard_sizes
+from onepolicy.train.memory import shard_sizes
 
 FEWEST_SEQUENCES = 4  # that an engine shall still sample at once
 MAX_DEVICES = 2**14  # the search for a number of devices ends here
+NEGLIGIBLE = 0.02  # what saves less memory is not suggested
 TYPE = "type: "  # begins the line of all settings at once, which a user copies
 SERVER = "rollout.engine.kind=vllm-server rollout.engine.url=http://127.0.0.1:8000"
+QUANTISED = "rollout.quant=fp8"
+SAVERS = {  # setting that saves memory -> the value without it
+    "optim.state": "device",
+    "train.activation_checkpointing": "false",
+    "train.logits_chunk": "0",
+    "train.fsdp_param_dtype": "same",
+}
 
 
-class _Changes:
-    """Changes to a recipe, one after another: its plan with all of them, and a line for each."""
+class _Search:
+    """A recipe that is changed until its learner fits."""
 
-    def __init__(self, planner: Planner, split: DeviceSplit, config: RunConfig) -> None:
-        self.planner, self.split, self.config = planner, split, config
-        self.option = planner.evaluate_split(split, config)
+    def __init__(self, planner: Planner, split: DeviceSplit, settings: Iterable[str] = ()) -> None:
+        """Begin with the recipe and these settings."""
+        self.planner, self.split, self.settings = planner, split, list(settings)
+        self.ranks: list[str] = []
+        if split.learners > 1 and planner.config.train.ranks != split.learners:
+            self.ranks = [f"train.ranks={split.learners}"]
         self.lines: list[str] = []
-        self.settings: list[str] = []
+        self.config = planner.settings_of(split.learners)
+        self.option = planner.evaluate_split(split, self.config)
 
-    def take(self, setting: str, config: RunConfig, option: PlanOption) -> None:
-        """Keep a change that was planned. setting: what makes it."""
+    def changed(self, setting: str) -> tuple[RunConfig, PlanOption] | None:
+        """Return the recipe with one more change, planned; None if the settings refuse it."""
+        words = [*self.ranks, *" ".join([*self.settings, setting]).replace("'", "").split()]
+        try:
+            config = resolve(self.planner.config.model_dump(exclude_unset=True), words)
+        except UsageError:
+            return None
+        config = self.planner.settings_of(self.split.learners, config)
+        return config, self.planner.evaluate_split(self.split, config)
+
+    def take(self, *candidates: str, least: float = NEGLIGIBLE) -> None:
+        """Take the first candidate with which the learner fits, else the last one.
+
+        None is taken if the learner fits already, or if it saves less than the share `least`.
+        """
+        if self.option.learner_fits:
+            return
+        found = None
+        for setting in candidates:
+            planned = self.changed(setting)
+            if planned is not None:
+                found = setting, *planned
+                if planned[1].learner_fits:
+                    break
+        if found is None or found[2].learner_used > (1 - least) * self.option.learner_used:
+            return
+        setting, self.config, self.option = found
         as_well = "with " if self.lines else ""
-        self.lines.append(f"{as_well}{setting}: {_verdict(option)}")
+        self.lines.append(f"{as_well}{setting}: {_verdict(self.option)}")
         self.settings.append(setting)
-        self.config, self.option = config, option
+
+    def shrink(self) -> None:
+        """Sample fewer sequences at once, then update with smaller micro-batches."""
+        self.take(*self._fewer_sequences())
+        slots, budget = self.planner.work.slots, self.config.train.tokens_per_micro_batch
+        now = len(self.planner.work.fullest_micro_batch(budget, self.split.learners).slots)
+        self.take(*(f"train.tokens_per_micro_batch={n * slots}" for n in range(now - 1, 0, -1)))
+
+    def _fewer_sequences(self) -> Iterator[str]:
+        """Yield half as many, and again: their keys and values lie on the learner's device."""
+        count = self.config.rollout.engine.max_num_seqs // 2
+        while in_process(self.config) and count >= FEWEST_SEQUENCES:
+            yield f"rollout.engine.max_num_seqs={count}"
+            count //= 2
+
+    def to_type(self) -> str:
+        """Return the line with all settings at once, which a user copies behind the command."""
+        words = [*self.ranks, *self.settings]
+        if self.ranks and not in_process(self.planner.config):
+            words.append(f"--tensor-parallel {self.split.tensor_parallel}")
+        return f"{TYPE}{' '.join(words)}"
 
 
 def suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
@@ -46,7 +107,7 @@ def suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
         return _with_server(planner)
     lines = []
     if not chosen.learner_fits:
-        lines += _learner_suggestions(planner, chosen)
+        lines += _learner_suggestions(planner, chosen.split)
     if not chosen.engine_fits:
         lines += _engine_suggestions(planner, chosen)
     if chosen.learner_fits:
@@ -72,211 +133,126 @@ def _with_server(planner: Planner) -> list[str]:
         return [first, str(error)]
     made = planner.replanned(config)
     chosen = best_option([made.evaluate_split(split) for split in made.possible_splits()])
-    if chosen.fits:
-        return [first, _to_type(made, chosen.split, [SERVER])]
-    lines = suggestions(made, chosen)
-    if not lines[0].startswith(("or ", "all weights")):
+    lines = suggestions(made, chosen) or [_Search(made, chosen.split).to_type()]
+    if not lines[0].startswith(("or ", "all weights", TYPE)):
         lines[0] = f"with {lines[0]}"
     return [first, *(line.replace(TYPE, f"{TYPE}{SERVER} ", 1) for line in lines)]
 
 
 def _host_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
-    lines = []
-    if chosen.host_state + chosen.save.staged > chosen.host_room:
-        needed, rests = chosen.host_state + chosen.save.staged, ""
-        if chosen.host_state:
-            rests = f", beside {chosen.host_state / 1e9:,.0f} GB of moments and masters"
-        lines.append(
-            f"nodes with more than {needed / 1e9:,.0f} GB of memory: a checkpoint's "
-            f"shards are copied there while they are written{rests} "
-            "(--constant host_memory=BYTES if they have it)"
-        )
-    if chosen.start.host > chosen.host_room:
-        lines.append(
-            f"nodes with more than {chosen.start.host / 1e9:,.0f} GB of memory: the model is read "
-            f"whole in model.dtype = {planner.config.model.dtype} before it is sharded "
-            "(--constant host_memory=BYTES if they have it)"
-        )
-    return lines
+    rests = ""
+    if chosen.host_state:
+        rests = f", beside {chosen.host_state / 1e9:,.0f} GB of moments and masters"
+    needs = {
+        f"a checkpoint's shards are copied there while they are written{rests}": (
+            chosen.host_state + chosen.save.staged
+        ),
+        f"the model is read whole in model.dtype = {planner.config.model.dtype} before it is "
+        "sharded": chosen.start.host,
+    }
+    return [
+        f"nodes with more than {needed / 1e9:,.0f} GB of memory: {reason} "
+        "(--constant host_memory=BYTES if they have it)"
+        for reason, needed in needs.items()
+        if needed > chosen.host_room
+    ]
 
 
-def _learner_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
+def _learner_suggestions(planner: Planner, split: DeviceSplit) -> list[str]:
     """Suggest settings until the learner fits with all of them, else adapters and more devices."""
-    split = chosen.split
-    changes = _Changes(planner, split, planner.settings_of(split.learners))
-    _change_train(changes)
-    before_state = list(changes.settings)
-    if not changes.option.learner_fits and changes.config.optim.state == "device":
-        _change_optimiser_state(changes)
-    all_weights = changes.config
-    for shrink in (_fewer_sequences, _smaller_micro_batch):
-        smaller = None
-        if not changes.option.learner_fits:
-            smaller = shrink(planner, split, changes.config)
-        if smaller is not None and _saves(planner, split, changes.config, smaller[2]):
-            changes.take(*smaller)
-    if changes.option.learner_fits:
-        return [*changes.lines, _to_type(planner, split, changes.settings)]
-    lines = changes.lines + _with_adapters(planner, split, all_weights, before_state)
-    return [*lines, _more_devices(changes)]
-
-
-def _more_devices(changes: _Changes) -> str:
-    """Return the line of the number of devices on which all weights fit."""
-    planner, split = changes.planner, changes.split
-    with_these = "all weights"
-    if changes.lines:
-        with_these = f"all weights, with {' '.join(changes.settings)},"
-    ranks = _enough_ranks(planner, split, changes.config)
-    if ranks is None:
-        reason = _unsharded_memory(planner, changes.config)
-        return f"{with_these} fit on no number of learner devices: {reason}"
-    if ranks < split.learners:
-        return f"{with_these} fit on {counted(ranks, 'device')} that learn: they divide the experts"
-    beside = ""
-    if not in_process(planner.config):
-        beside = f", beside the engine's {split.engines * split.tensor_parallel}"
-    return f"{with_these} fit on {counted(ranks, 'device')} that learn{beside}"
-
-
-def _change_train(changes: _Changes) -> None:
-    """Take settings of train until the learner fits."""
-    ranks = changes.split.learners
-    for name, value in (
-        ("reuse_scoring_forward", False),
-        ("activation_checkpointing", True),
-        ("fsdp_param_dtype", "bfloat16"),
-        ("logits_chunk", None),
-    ):
-        config = changes.config
-        changed = _with_train_setting(config, name, value, ranks=ranks)
-        if changed is None or changes.option.learner_fits:
-            continue
-        option = changes.planner.evaluate_split(changes.split, changed)
+    search = _Search(planner, split)
+    if search.config.train.reuse_scoring_forward:
         # What comes after it needs graphs to be freed, even where it saves nothing by itself.
-        if name == "reuse_scoring_forward" or _saves(
-            changes.planner, changes.split, config, option
-        ):
-            changes.take(_setting(name, value, changes.split, config), changed, option)
+        search.take("train.reuse_scoring_forward=false", least=-1.0)
+    search.take("train.activation_checkpointing=true")
+    if split.learners > 1 and search.config.model.dtype != "bfloat16":
+        search.take("train.fsdp_param_dtype=bfloat16 train.autocast=off")
+    for_adapters = list(search.settings)
+    if search.config.optim.state == "device":
+        _change_optimiser_state(search)
+    search.shrink()
+    if search.option.learner_fits:
+        return [*search.lines, search.to_type()]
+    return [*search.lines, *_with_adapters(planner, split, for_adapters), _more_devices(search)]
 
 
-def _change_optimiser_state(changes: _Changes) -> None:
+def _change_optimiser_state(search: _Search) -> None:
     """Take the state that fits, else the host's memory: on a CPU that is the same memory."""
-    tried = {}
-    for state in ("host", "8bit"):
-        changed = with_optimiser_state(changes.config, state)
-        tried[state] = changed, changes.planner.evaluate_split(changes.split, changed)
-        if tried[state][1].learner_fits and tried[state][1].host_fits:
-            changes.take(f"optim.state={state}", *tried[state])
-            return
-    if not changes.planner.cluster.is_cpu:
-        changes.take("optim.state=host", *tried["host"])
+    states = []
+    for state in ("optim.state=host", "optim.state=8bit"):
+        planned = search.changed(state)
+        if planned is not None and planned[1].learner_fits and planned[1].host_fits:
+            states.append(state)
+    if not states and not search.planner.cluster.is_cpu:
+        states = ["optim.state=host"]
+    search.take(*states, least=-1.0)
 
 
-def _to_type(planner: Planner, split: DeviceSplit, settings: list[str]) -> str:
-    """Return the line with all settings at once, which a user copies behind `onepolicy plan`."""
-    words = [word for setting in settings for word in setting.split() if "=" in word]
-    words = [word.rstrip(",") for word in words]
-    if split.learners > 1 and planner.config.train.ranks != split.learners:
-        words = [f"train.ranks={split.learners}", *words]
-        if not in_process(planner.config):
-            words.append(f"--tensor-parallel {split.tensor_parallel}")
-    left_out = [setting for setting in settings if "=" not in setting]
-    return ", ".join([f"{TYPE}{' '.join(dict.fromkeys(words))}", *left_out])
-
-
-def _saves(planner: Planner, split: DeviceSplit, config: RunConfig, option: PlanOption) -> bool:
-    """Return whether the option needs at least 2% less memory than the recipe."""
-    return option.learner_used < 0.98 * planner.evaluate_split(split, config).learner_used
-
-
-def _fewer_sequences(
-    planner: Planner, split: DeviceSplit, config: RunConfig
-) -> tuple[str, RunConfig, PlanOption] | None:
-    """Return the recipe with half as many sequences at once, and again, until it fits.
-
-    Their keys and values lie on the learner's device. At least FEWEST_SEQUENCES are left.
-    """
-    if not in_process(config):
-        return None
-    found, count = None, config.rollout.engine.max_num_seqs // 2
-    while count >= FEWEST_SEQUENCES:
-        engine = config.rollout.engine.model_copy(update={"max_num_seqs": count})
-        rollout = config.rollout.model_copy(update={"engine": engine})
-        changed = config.model_copy(update={"rollout": rollout})
-        option = planner.evaluate_split(split, changed)
-        found = f"rollout.engine.max_num_seqs={count}", changed, option
-        if option.learner_fits:
-            break
-        count //= 2
-    return found
-
-
-def _with_adapters(
-    planner: Planner, split: DeviceSplit, config: RunConfig, settings: list[str]
-) -> list[str]:
+def _with_adapters(planner: Planner, split: DeviceSplit, settings: list[str]) -> list[str]:
     """Return the lines of LoRA in place of all weights; none if the recipe cannot have it.
 
     If it does not fit, the next try has fewer bytes: of the adapters, the weights, the engine.
-    settings: by which the recipe was changed, optim.state apart, which is not for adapters.
+    settings: by which the recipe is changed, optim.state apart, which is not for adapters.
     """
-    if config.train.lora is not None or config.objective.has_critic:
+    if planner.config.train.lora is not None or planner.config.objective.has_critic:
         return []
-    config = with_optimiser_state(config, "device")
-    for lora, quant in _adapter_tries(planner, split, config):
-        added, adapted = _adapted(config, lora, quant, split.learners)
-        made = planner.replanned(adapted)
-        changes = _Changes(made, _best_split(made, split, quant), adapted)
-        for shrink in (_fewer_sequences, _smaller_micro_batch):
-            smaller = None
-            if not changes.option.learner_fits:
-                smaller = shrink(made, changes.split, changes.config)
-            if smaller is not None and _saves(made, changes.split, changes.config, smaller[2]):
-                changes.take(*smaller)
-        added += changes.settings
-        line = f"or adapters alone, {' '.join(added)}: {_verdict(changes.option)}"
-        if changes.option.learner_fits and changes.option.engine_fits:
-            return [line, _to_type(planner, changes.split, [*settings, *added])]
+    line, search = "", None
+    for added in _adapter_tries(planner, split):
+        words = [f"train.ranks={split.learners}"] * (split.learners > 1)
+        words += " ".join([*settings, *added]).replace("'", "").split()
+        try:
+            config = resolve(planner.config.model_dump(exclude_unset=True), words)
+        except UsageError:
+            continue
+        made = planner.replanned(config)
+        search = _Search(made, _best_split(made, split, added))
+        search.shrink()
+        found = [*added, *search.settings]
+        line = f"or adapters alone, {' '.join(found)}: {_verdict(search.option)}"
+        if search.option.learner_fits and search.option.engine_fits:
+            return [line, _Search(planner, search.split, [*settings, *found]).to_type()]
     ranks = None
-    if split.learners > 1:
-        ranks = _enough_ranks(made, changes.split, changes.config)
+    if search is not None and split.learners > 1:
+        ranks = _enough_ranks(search)
     if ranks is not None:
-        line = f"{line}; with {counted(ranks, 'device')} that learn it fits"
-    return [line]
+        line += f"; with {counted(ranks, 'device')} that learn it fits"
+    return [line] * bool(line)
 
 
-def _adapter_tries(
-    planner: Planner, split: DeviceSplit, config: RunConfig
-) -> list[tuple[LoraConfig, Fp8 | None]]:
-    """Return adapters and formats of the engine to try, the largest first.
+def _adapter_tries(planner: Planner, split: DeviceSplit) -> Iterator[list[str]]:
+    """Yield settings of adapters and of the engine to try, those of most bytes first.
 
-    Frozen weights in 4 bits are not sharded. Every rank has all adapters, and those of experts are
-    many.
+    Frozen weights need no float32, so shards of them are bfloat16. In 4 bits they are not sharded.
+    Every rank has all adapters, and those of experts are many.
     """
-    tries: list[tuple[LoraConfig, Fp8 | None]] = [(LoraConfig(), None)]
-    small = LoraConfig(base="nf4")
-    if split.learners > 1:
-        small = LoraConfig(targets=("attention",))
-    tries.append((small, None))
-    if config.rollout.quant is None and (in_process(config) or split.learners > 1):
-        tries.append((small, Fp8()))
-    return tries
+    config, sharded = planner.settings_of(split.learners), split.learners > 1
+    first, small, last = ["train.lora.rank=16"], "train.lora.base=nf4", list[str]()
+    if config.optim.state != "device":
+        first.append("optim.state=device")
+    if sharded:
+        small = """'train.lora.targets=["attention"]'"""
+        if config.model.dtype == "float32":
+            last = ["model.dtype=bfloat16"] + ["train.autocast=off"] * (
+                config.train.autocast != "off"
+            )
+    yield [*first, *last]
+    yield [*first, small, *last]
+    if config.rollout.quant is None and (in_process(config) or sharded):
+        # else a third model, unquantised, evaluates
+        yield [*first, small, *last, QUANTISED, *["eval.quantised=true"] * bool(config.eval.every)]
 
 
-def _best_split(planner: Planner, split: DeviceSplit, quant: Fp8 | None) -> DeviceSplit:
+def _best_split(planner: Planner, split: DeviceSplit, settings: list[str]) -> DeviceSplit:
     """Return the split, or with a quantised server the one with the smallest learner.
 
     The server then needs fewer devices, and the others learn.
     """
-    if quant is None or in_process(planner.config) or replicated(planner.config):
-        return split
     count, engines = planner.cluster.count, split.engines
-    others = [
-        DeviceSplit(count - engines * size, engines, size)
-        for size in ENGINE_SIZES
-        if engines * size < count
-    ]
-    options = [planner.evaluate_split(each) for each in [split, *others]]
+    if QUANTISED not in settings or in_process(planner.config) or replicated(planner.config):
+        return split
+    sizes = [size for size in ENGINE_SIZES if engines * size < count]
+    splits = [split, *(DeviceSplit(count - engines * size, engines, size) for size in sizes)]
+    options = [planner.evaluate_split(each) for each in splits]
     return min(
         (option for option in options if option.engine_fits),
         key=lambda option: option.learner_used,
@@ -284,179 +260,55 @@ def _best_split(planner: Planner, split: DeviceSplit, quant: Fp8 | None) -> Devi
     ).split
 
 
-def _adapted(
-    config: RunConfig, lora: LoraConfig, quant: Fp8 | None, ranks: int
-) -> tuple[list[str], RunConfig]:
-    """Return the settings that give a recipe adapters and a quantised engine, and the recipe.
-
-    Frozen weights need no float32, so shards of them are bfloat16.
-    """
-    train: dict[str, object] = {"lora": lora}
-    settings, model = [f"train.lora.rank={lora.rank}"], config.model
-    if lora.base == "nf4":
-        settings.append("train.lora.base=nf4")
-    if lora.targets is not None:
-        settings.append("""'train.lora.targets=["attention"]'""")
-    if ranks > 1 and config.model.dtype == "float32":
-        settings.append("model.dtype=bfloat16")
-        model = model.model_copy(update={"dtype": "bfloat16"})
-        if config.train.autocast != "off":
-            settings.append("train.autocast=off")
-        train |= {"autocast": "off", "fsdp_param_dtype": "same"}
-    rollout, evaluation = config.rollout, config.eval
-    if quant is not None:
-        settings.append(f"rollout.quant={quant.format}")
-        rollout = rollout.model_copy(update={"quant": quant})
-        if evaluation.every:  # else a third model, unquantised, evaluates
-            settings.append("eval.quantised=true")
-            evaluation = evaluation.model_copy(update={"quantised": True})
-    changed = {"model": model, "rollout": rollout, "eval": evaluation}
-    changed["train"] = config.train.model_copy(update=train)
-    return settings, config.model_copy(update=changed)
+def _more_devices(search: _Search) -> str:
+    """Return the line of the number of devices on which all weights fit."""
+    split, with_these = search.split, "all weights"
+    if search.settings:
+        with_these = f"all weights, with {' '.join(search.settings)},"
+    ranks = _enough_ranks(search)
+    if ranks is None:
+        return f"{with_these} fit on no number of learner devices: {_unsharded_memory(search)}"
+    if ranks < split.learners:
+        return f"{with_these} fit on {counted(ranks, 'device')} that learn: they divide the experts"
+    beside = ""
+    if not in_process(search.config):
+        beside = f", beside the engine's {split.engines * split.tensor_parallel}"
+    return f"{with_these} fit on {counted(ranks, 'device')} that learn{beside}"
 
 
-def memory_settings(planner: Planner, chosen: PlanOption) -> list[str]:
-    """Return one line for each setting of the recipe that saves memory, with what it saves.
-
-    Each is taken away alone. There is no line for what saves less than 2%.
-    """
-    split, lines = chosen.split, []
-    config = planner.settings_of(split.learners)
-    without = {
-        f"optim.state={config.optim.state}": with_optimiser_state(config, "device"),
-        "train.activation_checkpointing=true": _with_train_setting(
-            config, "activation_checkpointing", False
-        ),
-        "train.logits_chunk (logits in chunks)": _with_train_setting(config, "logits_chunk", 0),
-        f"train.fsdp_param_dtype={config.train.fsdp_param_dtype}": _with_train_setting(
-            config, "fsdp_param_dtype", "same"
-        ),
-    }
-    for setting, changed in without.items():
-        if changed is None or changed == config:
-            continue
-        option = planner.evaluate_split(split, changed)
-        saved = option.learner_used - chosen.learner_used
-        if saved > 0.02 * chosen.learner_used:
-            verdict = "would not fit without it"
-            if option.fits:
-                verdict = "fits without it too"
-            lines.append(f"{setting} saves {saved / 1e9:.1f} GB per rank; {verdict}")
-    return lines
-
-
-def uneven_experts(planner: Planner, chosen: PlanOption) -> list[str]:
-    """Return one line if the ranks do not divide the experts, with the nearest counts that do."""
-    dims, ranks = planner.dims, chosen.split.learners
-    stored = ranks * sum(shard_sizes(dims.shapes, ranks))
-    if not dims.experts or stored < 1.02 * dims.total:
-        return []
-    counts = _divisors(dims.experts)
-    nearest = [n for n in counts if n < ranks][-1:] + [n for n in counts if n > ranks][:1]
-    return [
-        f"train.ranks={' or '.join(map(str, nearest))} divides the {dims.experts} experts: each of "
-        f"{ranks} ranks stores {math.ceil(dims.experts / ranks)} of a layer, where an even share "
-        f"is {dims.experts / ranks:.1f}, and gathers as much from every other"
-    ]
-
-
-def _divisors(count: int) -> list[int]:
-    return [n for n in range(1, count + 1) if count % n == 0]
-
-
-def with_optimiser_state(config: RunConfig, state: str) -> RunConfig:
-    """Return the recipe with another optim.state."""
-    return config.model_copy(update={"optim": config.optim.model_copy(update={"state": state})})
-
-
-def _with_train_setting(
-    config: RunConfig, name: str, value: object, *, ranks: int = 1
-) -> RunConfig | None:
-    """Return the recipe with another setting of train; None if it has it or cannot have it."""
-    if getattr(config.train, name) == value:
-        return None
-    if name == "reuse_scoring_forward" and not config.train.reuse_scoring_forward:
-        return None
-    if name == "activation_checkpointing" and config.train.reuse_scoring_forward:
-        return None  # the two exclude each other
-    changes = {name: value}
-    if name == "fsdp_param_dtype" and value == "bfloat16":
-        if config.model.dtype == "bfloat16" or ranks == 1:
-            return None
-        changes["autocast"] = "off"
-    return config.model_copy(update={"train": config.train.model_copy(update=changes)})
-
-
-def _setting(name: str, value: object, split: DeviceSplit, config: RunConfig) -> str:
-    if value is None:
-        return f"train.{name} left out"
-    text = f"train.{name}={str(value).lower()}"
-    if name == "fsdp_param_dtype":
-        text += f" with train.ranks={split.learners}"
-        if config.train.autocast != "off":
-            text += " and train.autocast=off"
-    return text
-
-
-def _smaller_micro_batch(
-    planner: Planner, split: DeviceSplit, config: RunConfig
-) -> tuple[str, RunConfig, PlanOption] | None:
-    """Return the largest smaller budget of whole sequences that fits, else the smallest one.
-
-    Return None if a micro-batch has one sequence already.
-    """
-    slots, budget = planner.work.slots, config.train.tokens_per_micro_batch
-    samples_now = len(planner.work.fullest_micro_batch(budget, split.learners).slots)
-    found = None
-    for samples in range(samples_now - 1, 0, -1):
-        changed = _with_train_setting(config, "tokens_per_micro_batch", samples * slots)
-        assert changed is not None
-        option = planner.evaluate_split(split, changed)
-        found = f"train.tokens_per_micro_batch={samples * slots}", changed, option
-        if option.learner_fits:
-            break
-    return found
-
-
-def _enough_ranks(planner: Planner, split: DeviceSplit, config: RunConfig) -> int | None:
+def _enough_ranks(search: _Search) -> int | None:
     """Return a number of ranks whose learner fits, where one rank less does not; None if none does.
 
     Beyond the number of experts padding grows with the ranks, so then a divisor of it may fit. An
     engine on the first rank's device stays as large as it is.
     """
-    option = planner.evaluate_split(split, config)
+    planner, option = search.planner, search.option
     room = planner.room - (option.learner_used - option.learner.total)
 
     def fits(ranks: int) -> bool:
-        return planner.learner_rank_memory(ranks, config).total <= room
+        return planner.learner_rank_memory(ranks, search.config).total <= room
 
-    too_few, enough = split.learners, 2 * split.learners
+    too_few, enough = search.split.learners, 2 * search.split.learners
     while not fits(enough):
         if enough > MAX_DEVICES:
             return next(filter(fits, _divisors(planner.dims.experts)), None)
         too_few, enough = enough, 2 * enough
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if fits(middle):
-            enough = middle
-        else:
-            too_few = middle
+    enough = bisect_left(range(enough), True, lo=too_few + 1, key=fits)
     nodes = max(1, planner.cluster.per_node)
     return enough if enough < nodes else -(-enough // nodes) * nodes
 
 
-def _unsharded_memory(planner: Planner, config: RunConfig) -> str:
+def _unsharded_memory(search: _Search) -> str:
     """Describe the memory of a rank that more ranks do not reduce."""
-    memory = min(
-        (planner.learner_rank_memory(2**power, config) for power in range(1, 15)),
-        key=lambda memory: memory.gathered + memory.activations + memory.logits,
-    )
-    working = memory.activations + memory.logits
+    planner, config = search.planner, search.config
     if in_process(config) and planner.weights.total > 0.5 * planner.room:
         return (
             f"the engine's weights take {planner.weights.total / 1e9:.0f} GB of the first one: "
-            "rollout.engine.kind=vllm-server on other devices, or rollout.quant=fp8"
+            f"rollout.engine.kind=vllm-server on other devices, or {QUANTISED}"
         )
+    powers = (planner.learner_rank_memory(2**power, config) for power in range(1, 15))
+    memory = min(powers, key=lambda each: each.gathered + each.activations + each.logits)
+    working = memory.activations + memory.logits
     device = (memory.gathered + working) / planner.room_share
     layer = format_count(planner.dims.largest_layer)
     return (
@@ -477,18 +329,57 @@ def _engine_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
             "or raise cluster.gpus_per_replica"
         ]
     for size in ENGINE_SIZES:
-        if size <= chosen.split.tensor_parallel:
-            continue
-        memory = planner.engine_device_memory(size)
-        if memory.sequences >= 1:
+        sequences = planner.engine_device_memory(size).sequences
+        if size > chosen.split.tensor_parallel and sequences >= 1:
             return [
-                f"engines of {size} devices (tensor parallel): {memory.sequences} sequences fit in "
-                "the cache"
+                f"engines of {size} devices (tensor parallel): {sequences} sequences fit in the "
+                "cache"
             ]
     return [
         f"no engine of up to {ENGINE_SIZES[-1]} devices holds the weights and one sequence: "
         "quantise, or use other devices"
     ]
+
+
+def memory_settings(planner: Planner, chosen: PlanOption) -> list[str]:
+    """Return one line for each setting of the recipe that saves memory, with what it saves.
+
+    Each is taken away alone. There is no line for what saves next to nothing.
+    """
+    search, lines = _Search(planner, chosen.split), []
+    sections = search.config.model_dump()
+    for setting, value in SAVERS.items():
+        section, name = setting.split(".")
+        has, planned = str(sections[section][name]).lower(), search.changed(f"{setting}={value}")
+        if has == value or planned is None:
+            continue
+        saved = planned[1].learner_used - chosen.learner_used
+        if saved > NEGLIGIBLE * chosen.learner_used:
+            verdict = "would not fit without it"
+            if planned[1].fits:
+                verdict = "fits without it too"
+            shown = f"{setting}={has}".replace("=none", " (logits in chunks)")
+            lines.append(f"{shown} saves {saved / 1e9:.1f} GB per rank; {verdict}")
+    return lines
+
+
+def uneven_experts(planner: Planner, chosen: PlanOption) -> list[str]:
+    """Return one line if the ranks do not divide the experts, with the nearest counts that do."""
+    dims, ranks = planner.dims, chosen.split.learners
+    stored = ranks * sum(shard_sizes(dims.shapes, ranks))
+    if not dims.experts or stored < (1 + NEGLIGIBLE) * dims.total:
+        return []
+    counts = _divisors(dims.experts)
+    nearest = [n for n in counts if n < ranks][-1:] + [n for n in counts if n > ranks][:1]
+    return [
+        f"train.ranks={' or '.join(map(str, nearest))} divides the {dims.experts} experts: each of "
+        f"{ranks} ranks stores {math.ceil(dims.experts / ranks)} of a layer, where an even share "
+        f"is {dims.experts / ranks:.1f}, and gathers as much from every other"
+    ]
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
 
 
 def _verdict(option: PlanOption) -> str:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from onepolicy.config import RolloutReplay, RunConfig, ServerEngineConfig
 from onepolicy.config.cluster import RayCluster
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.plan.dims import Dims, trace_itemsize
+from onepolicy.plan.dims import Dims
 from onepolicy.plan.engine_memory import EngineWeights, sent_dtype, sequence_cache_bytes
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.learner_memory import BYTES, FLOAT32, kept_per_token
 from onepolicy.plan.step_work import StepWork, in_process, sequences_per_engine
 from onepolicy.train.dry_run import gather_dtype
+from onepolicy.train.memory import FLOAT32, ITEMSIZE, kept_per_token, trace_itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def communication_volume(
         kept = kept_bytes * work.all_slots
         sent = sent_per_token(dims, config) * work.all_slots
     micro_batches = work.micro_batches(config.train.tokens_per_micro_batch, ranks)
-    itemsize = BYTES[gather_dtype(config)]
+    itemsize = ITEMSIZE[gather_dtype(config)]
     gathers = 2 + config.scores_first
     gathered = micro_batches * dims.total * itemsize * gathers
     summed = summed_bytes(dims, config, micro_batches)
@@ -72,7 +72,7 @@ def _synced_bytes(dims: Dims, config: RunConfig) -> float:
     """Return the bytes that one engine is given. A and B travel in float32."""
     if sends_factors(config):
         return FLOAT32 * dims.adapter
-    return dims.total * BYTES[sent_dtype(config)]
+    return dims.total * ITEMSIZE[sent_dtype(config)]
 
 
 def sent_per_token(dims: Dims, config: RunConfig) -> float:
@@ -151,7 +151,7 @@ def _all_reduce_seconds(
     """Return the seconds of a decode step's all-reduces: two per layer."""
     if tensor_parallel == 1:
         return 0.0
-    itemsize = BYTES[config.rollout.engine.dtype]
+    itemsize = ITEMSIZE[config.rollout.engine.dtype]
     sent = 2 * (tensor_parallel - 1) / tensor_parallel * batch * dims.hidden * itemsize
     one = cluster["collective_latency"] + sent / cluster.collective_bandwidth(tensor_parallel)
     return 2 * dims.layers * one
@@ -277,7 +277,7 @@ def learning_time(
     bandwidth = cluster.collective_bandwidth(ranks) if ranks > 1 else 1.0
     # seconds to gather one byte of every parameter, in all micro-batches
     byte_gather = dims.total * (ranks - 1) / ranks * micro_batches / bandwidth
-    itemsize = BYTES[gather_dtype(config)]
+    itemsize = ITEMSIZE[gather_dtype(config)]
 
     forward = PassTime(compute, byte_gather * itemsize, launch)
     score = forward.times(float(scores_first))
@@ -342,7 +342,7 @@ def sync_seconds(
 
     The check of an adapter after every sync is not counted.
     """
-    model_bytes = dims.total * BYTES[config.model.dtype]
+    model_bytes = dims.total * ITEMSIZE[config.model.dtype]
     gather = 0.0
     if ranks > 1:
         gather = model_bytes / cluster.collective_bandwidth(ranks)
@@ -350,7 +350,7 @@ def sync_seconds(
         return 2 * FLOAT32 * dims.adapter / cluster["bandwidth"]
     if sync_method == "memory":
         return gather + (model_bytes + weights.total) / cluster["bandwidth"]
-    sent = dims.total * BYTES[sent_dtype(config)]
+    sent = dims.total * ITEMSIZE[sent_dtype(config)]
     receivers, copied = engines * tensor_parallel, 0.0
     if sync_method == "stream":  # to each replica, which sends to its devices
         receivers, copied = engines, math.ceil(math.log2(tensor_parallel)) * sent / cluster["host"]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.interfaces import RolloutEngine
+from onepolicy.notation import number
 from onepolicy.types import Sampling
 
 CANARY_PROMPTS, CANARY_TOKENS = 16, 24
@@ -68,11 +69,6 @@ def last_place(x: Tensor, dtype: str) -> Tensor:
     return torch.ldexp(torch.full_like(x, torch.finfo(getattr(torch, dtype)).eps), exponent)
 
 
-def is_allowed(moved: Tensor, allowed: Tensor) -> bool:
-    """Return whether no change is larger than allowed. NaN and an infinite margin are not."""
-    return bool((moved <= allowed).all() and allowed.isfinite().all())
-
-
 @dataclass(frozen=True, slots=True)
 class Canary:
     """The canary of an engine at one time, to compare a later one with.
@@ -102,12 +98,32 @@ class Canary:
             after = await canary_logp(self.engine, self.vocab)
         allowed = allowed_change(self.engine, self.logp, self.noise, self.vocab)
         moved = (after - self.logp).abs()
-        for _ in range(1, REPEATS):
-            if self.engine.caps.inexact_dtype is None or is_allowed(moved, allowed):
-                break
+        repeats = 0
+        if self.engine.caps.inexact_dtype is not None:
+            repeats = REPEATS - 1
+
+        def is_same() -> bool:  # not with NaN or an infinite margin
+            return bool((moved <= allowed).all() and allowed.isfinite().all())
+
+        while repeats and not is_same():
             again = await canary_logp(self.engine, self.vocab)
-            moved = moved.minimum((again - self.logp).abs())
-        return float(moved.max()), is_allowed(moved, allowed)
+            moved, repeats = moved.minimum((again - self.logp).abs()), repeats - 1
+        return float(moved.max()), is_same()
+
+    async def require_same(
+        self, done: str, act: str, error: type[Exception], after: Tensor | None = None
+    ) -> None:
+        """Raise `error` unless the engine still samples with the same weights, as in `change`.
+
+        done: what was done to it since. act: the same in a word.
+        """
+        moved, is_same = await self.change(after)
+        if not is_same:
+            raise error(
+                f"{done} moved the log-probabilities of a fixed batch by up to {number(moved)} "
+                f"(without a {act}: {number(self.noise)}); its weights are wrong after a {act} and "
+                "every rollout would be another policy's"
+            )
 
 
 def inexact_dtype(dtype: str, *, cpu: bool) -> str | None:

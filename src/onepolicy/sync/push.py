@@ -27,7 +27,6 @@ from onepolicy.interfaces import (
     engine_name,
 )
 from onepolicy.models.load import DTYPES
-from onepolicy.notation import number
 from onepolicy.replay.layers import find_routers, is_moe
 from onepolicy.sync.canary import Canary
 
@@ -134,12 +133,6 @@ async def checked_push(learner: WeightSource, engine: RolloutEngine, *, vocab: i
     """
     canary = await Canary.ask(engine, vocab)
     await push_weights(learner, engine)
-    moved, is_same = await canary.change()
-    if not is_same:
-        raise TrainingError(
-            f"weight sync: giving {engine_name(engine)} the weights it already holds moved the "
-            f"log-probabilities of a fixed batch by up to {number(moved)} (without a "
-            f"sync: {number(canary.noise)}); its weights are wrong after a sync and every rollout "
-            "would be another policy's"
-        )
+    done = f"weight sync: giving {engine_name(engine)} the weights it already holds"
+    await canary.require_same(done, "sync", TrainingError)
     await engine.reset_cache()

@@ -16,9 +16,9 @@ from onepolicy.files import write_folder
 from onepolicy.models import lora
 from onepolicy.models.load import cast_model, context_length, foreign_files, load_model
 from onepolicy.sync.canary import canary_prompts
+from onepolicy.sync.truth import merge_loss
 from onepolicy.train import checkpoint
 from onepolicy.train.lora import BASE, weights_checksum
-from onepolicy.verdict.adapter import root_mean_square
 
 ADAPTER_FILES = (lora.CONFIG, lora.WEIGHTS)
 NOT_COPIED = (checkpoint.STATE, "config.json")
@@ -110,13 +110,7 @@ def _merge_loss(model: PreTrainedModel, dtype: torch.dtype) -> MergeLoss:
     with lora.adapters_off(model):
         base = _score(model, prompts)
     ids = base.topk(min(TOP, vocab)).indices
-    moved = (_score(model, prompts) - base).gather(1, ids)
-    with lora.merged_in(model, dtype, adapter=True):
-        merged = _score(model, prompts)
-    with lora.merged_in(model, dtype, adapter=False):
-        merged = (merged - _score(model, prompts)).gather(1, ids)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    return MergeLoss(root_mean_square(moved, mask), root_mean_square(merged - moved, mask))
+    return MergeLoss(*merge_loss(model, dtype, lambda: _score(model, prompts), base, ids))
 
 
 def _score(model: PreTrainedModel, prompts: Tensor) -> Tensor:

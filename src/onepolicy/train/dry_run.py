@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.lora import LoraConfig
+from onepolicy.config.numerics import ON_POLICY
 from onepolicy.invariant import mode
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import (
@@ -44,6 +45,7 @@ from onepolicy.models import (
     rotary,
 )
 from onepolicy.models.buckets import BucketedPacking
+from onepolicy.models.load import DTYPES
 from onepolicy.models.recurrent.layers import install_recurrent
 from onepolicy.sync.adapters import add_adapter
 from onepolicy.train.activation_checkpointing import RANDOM_SETTINGS
@@ -207,6 +209,19 @@ class DryRunModel:
         self._layers = list(self._layer_list)
         self._kinds = _layer_kinds(self.model, self._layers)
         self._run = cache(self._run_uncached)
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, hf_config: PreTrainedConfig, *, cpu: bool, **changes: Any
+    ) -> DryRunModel:
+        """Build the model that a run trains, without adapters. changes: other arguments."""
+        own: dict[str, Any] = {
+            "dtype": DTYPES[compute_dtype(config)],
+            "fp32_lm_head": config.model.lm_head == "float32",
+            "logits_chunk": config.train.logits_chunk,
+            "invariant": config.numerics == ON_POLICY,
+        }
+        return cls(hf_config, cpu=cpu, **own | changes)
 
     def add_adapters(self, config: LoraConfig) -> None:
         """Put adapters on the model and freeze its own weights, before the first dry run."""

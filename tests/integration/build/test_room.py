@@ -11,12 +11,13 @@ from onepolicy.build.room import (
     DeviceMemory,
     fit_max_len,
     micro_batch_bytes,
-    read_sizes,
     settle_max_len,
     share_beside_learner,
 )
 from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig, resolve
+from onepolicy.models.empty import empty_model
 from onepolicy.rollout.vllm.memory import GPU_SHARE, memory_args
+from onepolicy.train.memory import read_sizes, route_bytes
 
 CONTEXT, VOCAB = 40960, 151936
 QWEN3_06B = {
@@ -66,10 +67,9 @@ def recipe(*settings):
 
 
 def test_sizes_are_those_of_the_model(model):
-    sizes = read_sizes(model)
-    assert (sizes.parameters, sizes.cached * 2, sizes.vocab) == (PARAMETERS, PER_TOKEN, VOCAB)
-    assert sizes.has_rows
-    assert sizes.route_bytes == 0
+    sizes = read_sizes(empty_model(model))
+    assert (sizes.total, sizes.cached * 2, sizes.vocab) == (PARAMETERS, PER_TOKEN, VOCAB)
+    assert route_bytes(sizes) == 0
 
 
 def test_the_plainest_recipe_gets_the_cache_that_fits(model, monkeypatch):
@@ -141,6 +141,18 @@ def test_moments_on_the_host_leave_more_room(model, monkeypatch):
     on_gpu(monkeypatch, free=80e9)
     room_left = 80e9 - 8e9 - 10 * PARAMETERS - 24 * VOCAB * 1024 - MICRO_BATCH
     fits = fit_max_len(recipe("optim.state=host"), model, CONTEXT, trains=True)
+    assert fits == room_left // (64 * PER_TOKEN) // 64 * 64
+
+
+def test_adapters_leave_the_room_of_gradients_and_moments(model, monkeypatch):
+    """Frozen weights have neither. A layer has 4 * 1024 + 2 * 2048 + 2 * 1024 inputs and outputs of
+    attention and 3 * (1024 + 3072) of its dense part, each with 16 float32 numbers in A or B; and
+    these have a gradient and two moments."""
+    on_gpu(monkeypatch, free=80e9)
+    pytest.importorskip("peft")
+    adapters = 28 * 16 * (4 * 1024 + 2 * 2048 + 2 * 1024 + 3 * (1024 + 3072))
+    fits = fit_max_len(recipe("train.lora.rank=16"), model, CONTEXT, trains=True)
+    room_left = 80e9 - 8e9 - 6 * PARAMETERS - 16 * adapters - MICRO_BATCH
     assert fits == room_left // (64 * PER_TOKEN) // 64 * 64
 
 

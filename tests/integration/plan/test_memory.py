@@ -11,15 +11,16 @@ from onepolicy.cli import main
 from onepolicy.config import HFEngineConfig, ModelConfig, UsageError, resolve
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.models import experts, layer_kinds
-from onepolicy.plan.dims import read_dims, read_hf_config, route_bytes
+from onepolicy.plan.dims import read_dims, read_hf_config
 from onepolicy.plan.engine_memory import embedded_cache_bytes, engine_weights
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.planner import Planner
 from onepolicy.rollout.copies import quantise_policy
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.tiny.model import make_model
-from onepolicy.train import dry_run, fake_kernels, optimiser_memory, streamed_adamw
+from onepolicy.train import dry_run, fake_kernels, memory, streamed_adamw
 from onepolicy.train.dry_run import DryRunModel, MicroBatchShape
+from onepolicy.train.memory import route_bytes
 from support.engine_runs import prompts, ragged, run
 from support.families import TABLE
 from support.invariant_models import engine_of as on_policy_engine
@@ -313,7 +314,7 @@ def test_predicted_memory_of_states_elsewhere(state, dtype, monkeypatch):
     """In buckets of a third of the policy."""
     if state == "8bit":
         pytest.importorskip("torchao")
-    for module in (streamed_adamw, optimiser_memory):
+    for module in (streamed_adamw, memory):
         monkeypatch.setattr(module, "BUCKET_BYTES", 12 * 1_200_000)
     within_5_percent(benchmark.Case(state=state, dtype=dtype), "tiny")
 

@@ -20,8 +20,8 @@ from onepolicy.run.loop import start_adapter
 from onepolicy.run.step import push_and_check
 from onepolicy.sync.adapters import Targets
 from onepolicy.sync.push import push_weights
+from onepolicy.sync.truth import share
 from onepolicy.train import checkpoint
-from onepolicy.verdict.adapter import share
 from support.adapter_faults import first_seen, settings, update
 from support.adapter_runs import (
     adapter_files,
@@ -281,12 +281,12 @@ def test_an_engine_that_goes_back_to_the_unquantised_base_is_named(adapter, by_w
     """On a policy of the tree: another CPU would warm up one with another quantisation error."""
     policy = TREE_POLICY
     components, _ = build_components(settings(policy, base="nf4"))
-    checks = AdapterCheck._check_weights
+    checks = AdapterCheck._wrong_weights
 
     async def run():
         await start_adapter(components, lambda _: None)
         if not by_weights:
-            AdapterCheck._check_weights = lambda _: None
+            AdapterCheck._wrong_weights = lambda _: None
         keep_unquantised(components, policy, adapter=adapter)
         update(components.learner)
         await push_and_check(components)
@@ -296,7 +296,7 @@ def test_an_engine_that_goes_back_to_the_unquantised_base_is_named(adapter, by_w
         with pytest.raises(TrainingError, match=f"{words} the unquantised base"):
             asyncio.run(run())
     finally:
-        AdapterCheck._check_weights = checks
+        AdapterCheck._wrong_weights = checks
 
 
 @pytest.mark.full

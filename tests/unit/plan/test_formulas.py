@@ -11,7 +11,7 @@ import pytest
 from onepolicy.cli import main
 from onepolicy.config import UsageError, resolve
 from onepolicy.plan import engine_memory, hardware, learner_memory, step_work, times
-from onepolicy.plan.dims import Attention, Dims, known_models, route_bytes
+from onepolicy.plan.dims import Attention, Dims, known_models
 from onepolicy.plan.engine_memory import EngineWeights
 from onepolicy.plan.hardware import Constant, parse_cluster
 from onepolicy.plan.planner import PlanOption
@@ -19,8 +19,9 @@ from onepolicy.plan.splits import DeviceSplit, possible_splits
 from onepolicy.plan.step_work import StepWork
 from onepolicy.plan.suggestions import suggestions, uneven_experts
 from onepolicy.plan.tables import format_used
-from onepolicy.train import optimiser_memory
+from onepolicy.train import memory as train_memory
 from onepolicy.train.dry_run import MicroBatchMemory
+from onepolicy.train.memory import route_bytes
 from support.paths import ROOT
 
 # 2 layers, one of them with a window of 4 tokens; 4 experts, 1 active
@@ -38,6 +39,7 @@ DIMS = Dims(
     largest_layer=500,
     shapes=((100, 4),) * 4 + ((400, 1),),
     layer_shapes=((100, 4), (100, 1)),
+    cached=40,
     experts=4,
     top_k=1,
     moe_layers=2,
@@ -202,7 +204,8 @@ def test_memory_that_no_number_of_ranks_makes_fit_is_that_of_the_best_number():
         learner_rank_memory=memory,
         weights=SimpleNamespace(total=0.0),
     )
-    made.settings_of, made.replanned = (lambda learners: made.config), (lambda config: made)
+    made.settings_of = lambda learners, config=None: config or made.config
+    made.replanned = lambda config: made
     own = {"split": DeviceSplit(1, 1, 1), "engine_fits": True, "host_state": 0, "host_room": 1}
     own |= {"save": SimpleNamespace(staged=0), "start": SimpleNamespace(host=0)}
     *_, line = suggestions(made, SimpleNamespace(**vars(large) | own))
@@ -244,11 +247,11 @@ def test_other_models_take_their_own():
 
 def moments(state, **sections):
     own = config(optim={"state": state}, **sections)
-    return optimiser_memory.optimiser_memory(DIMS.shapes, own, 1, cpu=False, one_memory=False)
+    return train_memory.optimiser_memory(DIMS.shapes, own, 1, cpu=False, one_memory=False)
 
 
 def test_moments_on_the_host_leave_three_buckets_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(optimiser_memory, "BUCKET_BYTES", 12 * 300)
+    monkeypatch.setattr(train_memory, "BUCKET_BYTES", 12 * 300)
     host = {"optim": {"state": "host"}}
     memory = learner(host, cpu=False)
     assert (memory.optimiser, memory.masters) == (0, 0)
@@ -295,7 +298,8 @@ def test_the_embedded_engine_takes_its_whole_cache():
     assert (memory.tokens, memory.sequences) == (96, 3)
     # float32 keys on a CPU only
     plain, weighted = config(rollout=EMBEDDED), config(rollout=EMBEDDED, replay={"mode": "weights"})
-    latent = dataclasses.replace(DIMS, attention=(dataclasses.replace(FULL, latent=True),))
+    layer = dataclasses.replace(FULL, latent=True)
+    latent = dataclasses.replace(DIMS, attention=(layer,), cached=20)
     for dims, own, wanted in (
         (DIMS, plain, 4 * ROWS + ROUTES),
         (latent, plain, ROWS + ROUTES),

@@ -22,7 +22,6 @@ from onepolicy.config.lora import LoraConfig
 from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
 from onepolicy.models.checkpoint_names import CheckpointNames
 from onepolicy.models.load import read_config
-from onepolicy.notation import number
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.hf.sampler import check_sampling
 from onepolicy.rollout.hf.scheduler import check_request
@@ -354,14 +353,8 @@ class RemoteEngine:
                 "it: restart the server"
             )
         at_start = Canary(self, vocab, torch.tensor(initial), now.noise)
-        moved, is_same = await at_start.change(now.logp)
-        if not is_same:
-            raise UsageError(
-                f"rollout.engine: {self.name} reloaded the weights it was started with, and its "
-                f"log-probabilities of a fixed batch are up to {number(moved)} from those at its "
-                f"start (without a reload: {number(now.noise)}); its weights are wrong after a "
-                "reload"
-            )
+        done = f"rollout.engine: reloading {self.name} with the weights it was started with"
+        await at_start.require_same(done, "reload", UsageError, now.logp)
 
     async def _initial_canary(self) -> list[float]:
         """Return the canary, which the server gets now if it has its start-up weights still."""

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onepolicy.verdict.adapter import find_fault, root_mean_square, share
+from onepolicy.sync.truth import find_fault, root_mean_square, share
 
 ALL = torch.ones(2, 2, dtype=torch.bool)
 
