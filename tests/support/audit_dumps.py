@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from onepolicy.audit.schema import Block
+from onepolicy.record.schema import Block
 
 Rows = list[dict]
 ROWS, LENGTH, VOCABULARY = 24, 40, 50

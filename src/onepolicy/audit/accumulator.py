@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepolicy.audit.read import BY_SIZE, ReadLimits, read_dump
-from onepolicy.audit.schema import Array, Block
 from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.config import UsageError
 from onepolicy.correct.report import BINS, histogram
@@ -21,6 +19,8 @@ from onepolicy.divergence.attribution import k3_terms
 from onepolicy.divergence.routing import differing_experts
 from onepolicy.nonfinite import LeftOut, Nonfinite
 from onepolicy.notation import number
+from onepolicy.record.read import BY_SIZE, ReadLimits, read_dump
+from onepolicy.record.schema import Array, Block
 from onepolicy.verdict.rules import RECENT, ByRoutes, Mean
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST
 

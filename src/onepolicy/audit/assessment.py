@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from onepolicy.audit.accumulator import DumpAccumulator, SampledRow
-from onepolicy.audit.schema import Array
 from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.config.presets import frameworks
 from onepolicy.notation import counted, number
+from onepolicy.record.schema import Array
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
 from onepolicy.types import RoutingTrace

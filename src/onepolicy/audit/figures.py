@@ -15,9 +15,9 @@ import torch
 
 from onepolicy.audit.assessment import ONSET_RULE, AuditResult
 from onepolicy.audit.row_heatmap import row_heatmap
-from onepolicy.audit.schema import Array
 from onepolicy.correct.report import BINS_PER_SIGN, GROWTH, SMALLEST, quantiles
 from onepolicy.notation import number
+from onepolicy.record.schema import Array
 from onepolicy.report.figure import (
     NEUTRAL,
     RHO,

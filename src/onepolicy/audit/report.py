@@ -19,13 +19,13 @@ from rich.text import Text
 
 from onepolicy.audit.assessment import ONSET_RULE, AuditResult
 from onepolicy.audit.figures import audit_figures, extreme_curve
-from onepolicy.audit.schema import VERSION
 from onepolicy.config import UsageError
 from onepolicy.console import Console
 from onepolicy.correct.equations import in_their_settings
 from onepolicy.correct.report import quantiles
 from onepolicy.files import DISK_FULL, write_text_atomically
 from onepolicy.notation import counted, number
+from onepolicy.record.schema import VERSION
 from onepolicy.report.figure import Figure
 from onepolicy.report.html import document, plain, section, tile
 from onepolicy.report.measure import BADGES

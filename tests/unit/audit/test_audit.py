@@ -18,12 +18,12 @@ from onepolicy.audit.assessment import divergence_onset
 from onepolicy.audit.figures import audit_figures, extreme_curve
 from onepolicy.audit.report import describe_difference
 from onepolicy.audit.run import audit, run_audit
-from onepolicy.audit.schema import write_parquet
 from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.cli import main
 from onepolicy.config import UsageError
 from onepolicy.console import Console
 from onepolicy.divergence.logprob import mismatch
+from onepolicy.record.schema import write_parquet
 from onepolicy.report.figure import Absent, Figure
 from onepolicy.verdict.rules import CAUSES
 from support.audit_dumps import gaussian_rows, moved_routes, with_routes, world_rows, write_jsonl

@@ -16,8 +16,6 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from onepolicy.audit.read import read_dump
-from onepolicy.audit.schema import Block
 from onepolicy.bounded import Limits, StoppedError
 from onepolicy.config import UsageError
 from onepolicy.config.problems import read_rows
@@ -26,6 +24,8 @@ from onepolicy.envs.multiturn.dialogue import ParsedTurn
 from onepolicy.envs.multiturn.tool_formats import tool_format
 from onepolicy.envs.tools import build_tools
 from onepolicy.interfaces import Problem
+from onepolicy.record.read import read_dump
+from onepolicy.record.schema import Block
 from onepolicy.report.jsonl import read_jsonl
 from support.audit_dumps import check_blocks, rewrite
 from support.fuzz import FAST, SLOW, Damage, survives

@@ -20,16 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from onepolicy.audit import formats
 from onepolicy.audit.accumulator import accumulate_dump
-from onepolicy.audit.export.slime import convert
 from onepolicy.audit.figures import audit_figures
-from onepolicy.audit.read import ReadLimits, read_dump
 from onepolicy.audit.report import audit_tree
 from onepolicy.audit.run import audit
-from onepolicy.audit.schema import COLUMNS, write_parquet
 from onepolicy.cli import main
 from onepolicy.config import UsageError
+from onepolicy.record import formats
+from onepolicy.record.export.slime import convert
+from onepolicy.record.read import ReadLimits, read_dump
+from onepolicy.record.schema import COLUMNS, write_parquet
 from support.audit_dumps import gaussian_rows, write_jsonl
 from support.examples import examples
 
@@ -81,7 +81,7 @@ def test_every_format_gives_the_same_numbers(tmp_path, monkeypatch, subtests) ->
         for name, value in wanted.overall.statistics().items()
     }
     for module in ("formats", "arrays"):
-        monkeypatch.setattr(f"onepolicy.audit.{module}.BLOCK_TOKENS", 20)  # several blocks
+        monkeypatch.setattr(f"onepolicy.record.{module}.BLOCK_TOKENS", 20)  # several blocks
     monkeypatch.setattr(formats, "PARQUET_ENTRIES", 280)  # 136 entries in the longest row
     absent = {"logp_native", "logp_previous", "logp_base", "tokens_rollout"}
     for suffix in SUFFIXES:

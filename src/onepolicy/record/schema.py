@@ -206,7 +206,7 @@ LAYOUTS = (  # of files that are known by some of their columns; what to do
     (
         {"input", "output", "score"},
         "verl's text log, which has no tokens and no log-probabilities; call "
-        "onepolicy.audit.export.verl.export(batch, FOLDER, step) in the trainer",
+        "onepolicy.record.export.verl.export(batch, FOLDER, step) in the trainer",
     ),
     (
         {"prompt", "completion"},
@@ -215,7 +215,7 @@ LAYOUTS = (  # of files that are known by some of their columns; what to do
     ),
     (
         {"batch"},
-        "a batch of verl; call onepolicy.audit.export.verl.export(batch, FOLDER, step) in the "
+        "a batch of verl; call onepolicy.record.export.verl.export(batch, FOLDER, step) in the "
         "trainer",
     ),
     (

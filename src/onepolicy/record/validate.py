@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from onepolicy.audit.schema import COLUMNS, Array, Block, ColumnSpec, RaggedColumn
 from onepolicy.config import UsageError
 from onepolicy.nonfinite import ABOVE_ZERO, above_zero, leave_out
+from onepolicy.record.schema import COLUMNS, Array, Block, ColumnSpec, RaggedColumn
 
 SMALLEST_LOGP = -1e6
 """A smaller value is a constant that stands for a token that cannot be sampled."""
