@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from onepolicy.record.schema import COLUMNS, Block, write_parquet
+from onepolicy.record.schema import COLUMNS, Scored, write_parquet
 
 Rows = list[dict]
 ROWS, LENGTH, VOCABULARY = 24, 40, 50
@@ -144,7 +144,7 @@ def rewrite(path: Path, data: bytes) -> None:
     os.close(handle)
 
 
-def check_blocks(blocks: list[Block]) -> None:
+def check_blocks(blocks: list[Scored]) -> None:
     """Check the inputs of the statistics, independently of the readers."""
     rows = 0
     assert blocks

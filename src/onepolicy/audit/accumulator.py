@@ -20,7 +20,7 @@ from onepolicy.divergence.routing import differing_experts
 from onepolicy.nonfinite import LeftOut, Nonfinite
 from onepolicy.notation import number
 from onepolicy.record.read import BY_SIZE, ReadLimits, read_dump
-from onepolicy.record.schema import Array, Block
+from onepolicy.record.schema import Array, Scored
 from onepolicy.record.statistics import (
     NO_TOKEN,
     Mean,
@@ -123,7 +123,7 @@ class RowSample:
     size: int = 0  # entries of the first column
     limit: float = 2.0  # rows with this priority or a higher one are not sampled
 
-    def add(self, block: Block, steps: Array) -> None:
+    def add(self, block: Scored, steps: Array) -> None:
         """Add the rows of a block. steps: [S], the step of each row."""
         priorities = self.rng.random(len(block.lengths))
         ends = block.lengths.cumsum()
@@ -195,7 +195,7 @@ class DumpAccumulator:
     )
     routes: RoutingCounts | None = None
 
-    def add(self, block: Block) -> None:
+    def add(self, block: Scored) -> None:
         """Add the rows of a block."""
         columns, mask = block.columns, block.columns["mask"]
         rows = len(block.lengths)
@@ -218,7 +218,7 @@ class DumpAccumulator:
         _add_means(self.rewards, means_by(steps, reward, np.arange(len(steps))))
         self._check_steps(len(self.rewards))
 
-    def _add_newest_versions(self, block: Block, steps: Array) -> None:
+    def _add_newest_versions(self, block: Scored, steps: Array) -> None:
         if "version" not in block.columns:
             return
         mask = block.columns["mask"]
@@ -236,7 +236,7 @@ class DumpAccumulator:
             age = columns["trained_version"][mask] - columns["version"][mask]
             self.ages.add(age, log_rho, row)
 
-    def _add_logps(self, block: Block, steps: Array) -> None:
+    def _add_logps(self, block: Scored, steps: Array) -> None:
         columns, mask = block.columns, block.columns["mask"]
         trainer, rollout = columns["logp_trainer"][mask], columns["logp_rollout"][mask]
         row = block.segment[mask]
@@ -267,7 +267,7 @@ class DumpAccumulator:
                 "is it another column?"
             )
 
-    def _add_routes(self, block: Block) -> None:
+    def _add_routes(self, block: Scored) -> None:
         columns, mask = block.columns, block.columns["mask"]
         rollout, trainer = (columns[f"routes_{side}"][mask] for side in ("rollout", "trainer"))
         layers = rollout.shape[1]  # of [n, L, K]

@@ -13,7 +13,7 @@ from onepolicy.bounded import refuse_holes
 from onepolicy.config import UsageError
 from onepolicy.files import refuse_links_out
 from onepolicy.record.arrays import Safetensors
-from onepolicy.record.schema import Array, Block, RaggedColumn
+from onepolicy.record.schema import Array, RaggedColumn, Scored
 from onepolicy.record.validate import checked_block
 
 MISSING_ROUTES = 2**26
@@ -25,7 +25,7 @@ def is_run_folder(path: Path) -> bool:
     return (path / "metrics.jsonl").is_file() and (path / "config.json").is_file()
 
 
-def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
+def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Scored]:
     """Yield one block for each probe. logp_trainer is from the scoring that trained."""
     if mapping:
         raise UsageError(

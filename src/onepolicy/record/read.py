@@ -13,7 +13,7 @@ from onepolicy.config import UsageError
 from onepolicy.files import leads_into
 from onepolicy.record.formats import READERS
 from onepolicy.record.probes import is_run_folder, read_run
-from onepolicy.record.schema import ROUTES, Block, RawBlock
+from onepolicy.record.schema import ROUTES, RawBlock, Scored
 from onepolicy.record.validate import checked_block
 
 MEMORY, MEMORY_PER_BYTE = GIB, 16
@@ -51,7 +51,7 @@ BY_SIZE = ReadLimits()
 
 def read_dump(
     path: Path, mapping: Mapping[str, str], limits: ReadLimits = BY_SIZE
-) -> Iterator[Block]:
+) -> Iterator[Scored]:
     """Yield the blocks of a file, of all dump files of a folder, or of a run folder of ours.
 
     The format follows from the suffix. A block counts its rows over the whole dump. Raises
@@ -79,7 +79,7 @@ def read_dump(
 
 def _blocks(
     files: list[Path], mapping: Mapping[str, str], limits: ReadLimits
-) -> Iterator[tuple[int, Block]]:
+) -> Iterator[tuple[int, Scored]]:
     """Yield the checked blocks of files, each with the number of its file."""
     task, most = "onepolicy.record.formats:read_files", limits.of(files).memory
     for number, message in read_bounded(task, files, limits, mapping=dict(mapping)):

@@ -1,4 +1,4 @@
-"""The columns of a dump (version 1), a block of its rows, and the Parquet writer.
+"""The columns of a scored record (version 1), some of its rows, and the Parquet writer.
 
 A row is a sample. Entry t of a per-token column belongs to tokens[t]. Its log-probability is given
 the tokens before it.
@@ -157,8 +157,8 @@ class RawBlock(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """A checked block of S consecutive rows with T tokens in total.
+class Scored:
+    """A record: S consecutive rows of T tokens in total, which two sides scored. It is checked.
 
     Columns are named as in COLUMNS. Optional ones may be missing.
     """
