@@ -83,7 +83,7 @@ def compare_tokens(
     left: LeftOut | None = None,  # tokens that are not among the n
 ) -> Mismatch:
     """Compare the log-probabilities of n > 0 tokens."""
-    sides = (each.cpu().numpy() for each in (old, rollout, samples))
+    sides = (each.detach().cpu().numpy() for each in (old, rollout, samples))
     dlogp = (old - rollout).abs().sort().values
     return Mismatch.of(*sides, abs_log_ratio=dlogp, nonfinite=left or LeftOut())
 

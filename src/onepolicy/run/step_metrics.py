@@ -109,7 +109,7 @@ def _k3_by_bins(batch: TokenBatch, number: Tensor, k3: str, tokens: str) -> dict
     assert batch.logp_old is not None
     terms = k3_terms(batch.logp_old[mask], batch.logp_rollout[mask])
     given = (turn_bins(number), terms, batch.segment[mask])
-    found = means_by(*(each.cpu().numpy() for each in given))
+    found = means_by(*(each.detach().cpu().numpy() for each in given))
     means = {f"{k3}@{TURNS[i]}": of_bin.mean for i, of_bin in found.items()}
     return means | {f"{tokens}@{TURNS[i]}": float(each.tokens) for i, each in found.items()}
 
