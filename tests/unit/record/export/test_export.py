@@ -87,7 +87,7 @@ def test_nemo_rl_training_data(tmp_path):
     found = audit(path, names | {"reward": "rewards"}).accumulated
     wanted = audit(write_jsonl(tmp_path / "wanted.jsonl", rows), {}).accumulated
     assert found.overall.statistics() == pytest.approx(wanted.overall.statistics())
-    assert found.rewards == {0: (12.0, 12)}
+    assert (found.rewards[0].mean, found.rewards[0].tokens) == (1.0, 12)
 
 
 def test_sglangs_triples(tmp_path):
