@@ -31,7 +31,7 @@ def write(path: Path, tokens: int, layers: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from onepolicy.audit.schema import ROW_GROUP_ENTRIES
+    from onepolicy.record.schema import ROW_GROUP_ENTRIES
 
     rng, rows = np.random.default_rng(0), tokens // LENGTH
     each = layers * TOP_K  # routes of a token

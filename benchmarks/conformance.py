@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from onepolicy.audit.conformance import EXPECTED, judged
-from onepolicy.audit.read_run import read_run
-from onepolicy.audit.schema import write_parquet
+from onepolicy.record.probes import read_run
+from onepolicy.record.schema import write_parquet
 from support.audit_dumps import moved_routes, with_routes
 from support.audit_faults import FAULTS, MOE, SMALL, world
 

@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 10
 TARGETS = {
     "reply": "tests/integration/rollout/remote/test_fuzz_replies.py",
-    "dump": "tests/integration/audit/test_fuzz_dumps.py",
-    "shape": "tests/integration/audit/test_fuzz_shapes.py",
+    "dump": "tests/integration/record/test_fuzz_dumps.py",
+    "shape": "tests/integration/record/test_fuzz_shapes.py",
     "recipe": "tests/unit/config/test_fuzz_recipes.py",
     "run": "tests/integration/run/test_run_folder_damage.py",
     "history": "tests/integration/run/test_fuzz_history.py",

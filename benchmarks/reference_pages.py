@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
-from onepolicy.audit.schema import COLUMNS, ColumnSpec
 from onepolicy.cli import build_parser
 from onepolicy.cli.parser import Parser
 from onepolicy.config.base import LARGEST_FLOAT, LARGEST_INT, VARIANT_KEYS, Frozen
@@ -23,6 +22,7 @@ from onepolicy.config.serve import ServeConfig
 from onepolicy.config.spelling import classes_of
 from onepolicy.correct.equations import NAMED, show, translations
 from onepolicy.objective.presets import describe_presets
+from onepolicy.record.schema import COLUMNS, ColumnSpec
 from onepolicy.run.log import METRICS
 
 DOCS = Path(__file__).parents[1] / "docs"

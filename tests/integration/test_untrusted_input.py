@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from onepolicy.audit.read import read_dump
 from onepolicy.cli import main
 from onepolicy.config import ModelConfig, UsageError, VLLMServerConfig, resolve
 from onepolicy.config.serve import ServeConfig
@@ -20,6 +19,7 @@ from onepolicy.config.stored_config import check_trust, settings_to_repeat
 from onepolicy.launch import arms
 from onepolicy.launch.plan_arms import PlannedArm, runs_in
 from onepolicy.models.load import load_model
+from onepolicy.record.read import read_dump
 from onepolicy.rollout.remote.client import EngineClient
 from onepolicy.rollout.vllm import serve
 from onepolicy.run import run_folder

@@ -31,6 +31,7 @@ report invariant sync
 replay models
 verdict
 divergence correct objective
+record
 nonfinite
 interfaces layout
 types
@@ -45,7 +46,7 @@ RANK = {
 }
 FACTORY = r"onepolicy(\.\w+)+:\w+"
 ONLY_TORCH = {"divergence", "correct", "objective", "verdict"}
-LIBRARY = {*ONLY_TORCH, "replay", "audit"}
+LIBRARY = {*ONLY_TORCH, "replay", "record"}
 LIGHT = {"torch", "numpy", "pydantic", "onepolicy"} | set(sys.stdlib_module_names)
 
 

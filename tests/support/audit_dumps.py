@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
-from onepolicy.audit.schema import Block
+from onepolicy.record.schema import COLUMNS, Scored, write_parquet
 
 Rows = list[dict]
 ROWS, LENGTH, VOCABULARY = 24, 40, 50
+SUFFIXES = (".parquet", ".jsonl", ".npz", ".safetensors", ".pt")
 
 
 def gaussian_rows(
@@ -103,6 +105,29 @@ def moved_routes(rows: Rows, how: str) -> Rows:
     return out
 
 
+def write_dump(path: Path, rows: Rows) -> Path:
+    """Write the dump in the format of the suffix. Arrays: flat, with `length`."""
+    if path.suffix == ".parquet":
+        write_parquet(path, rows)
+        return path
+    if path.suffix == ".jsonl":
+        return write_jsonl(path, rows)
+    arrays = {"length": np.array([len(row["tokens"]) for row in rows])}
+    for name in rows[0]:
+        lists = isinstance(rows[0][name], list)
+        values = [row[name] for row in rows]
+        array = np.concatenate([np.array(v) for v in values]) if lists else np.array(values)
+        arrays[name] = array.astype(np.float32) if COLUMNS[name].kind == "float" else array
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if path.suffix == ".npz":
+        np.savez(path, **arrays)
+    elif path.suffix == ".pt":
+        torch.save(tensors, path)
+    else:
+        save_file(tensors, path)
+    return path
+
+
 def write_jsonl(path: Path, rows: Sequence[dict]) -> Path:
     import json
 
@@ -119,7 +144,7 @@ def rewrite(path: Path, data: bytes) -> None:
     os.close(handle)
 
 
-def check_blocks(blocks: list[Block]) -> None:
+def check_blocks(blocks: list[Scored]) -> None:
     """Check the inputs of the statistics, independently of the readers."""
     rows = 0
     assert blocks

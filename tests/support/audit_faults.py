@@ -22,9 +22,9 @@ from torch import Tensor
 
 from onepolicy.audit.accumulator import DumpAccumulator
 from onepolicy.audit.assessment import AuditResult, assess
-from onepolicy.audit.schema import RaggedColumn
-from onepolicy.audit.validate import checked_block
 from onepolicy.config import UsageError
+from onepolicy.record.schema import RaggedColumn
+from onepolicy.record.validate import checked_block
 from onepolicy.verdict.declared import UNDECLARED, Declared
 
 ROWS, SHORTEST, LONGEST, PROMPT, VOCABULARY = 96, 40, 140, 12, 120

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from onepolicy.audit.schema import COLUMNS
+from onepolicy.record.schema import COLUMNS
 from support.fuzz import JUNK, Damage
 
 MARKUP = "</script><x1>"

@@ -13,8 +13,9 @@ from onepolicy.config.rules import Check
 from onepolicy.engine_check import checks, command, weight_sync
 from onepolicy.measure.measure import _stale, _with_fit
 from onepolicy.nonfinite import LeftOut
+from onepolicy.rollout.remote.engine import RemoteEngine
 from onepolicy.rollout.remote.start_up import check_processed_logprobs
-from onepolicy.sync import attach, canary, push
+from onepolicy.sync import canary, push
 from onepolicy.train import rescore
 from onepolicy.verdict.bug_signatures import Diagnosis
 from onepolicy.verdict.rules import Gap, verdict
@@ -94,10 +95,16 @@ def test_a_sync_check_needs_a_finite_noise_to_compare_with(monkeypatch):
 
 def test_a_reload_check_needs_a_finite_noise_to_compare_with(monkeypatch):
     probes_of(monkeypatch, [[-1.0], [-INF]])
-    caps = SimpleNamespace(inexact_dtype=None)
-    engine = SimpleNamespace(load_checkpoint=nothing, caps=caps)
+    dialect = SimpleNamespace(canary=[-5.0], shape=SimpleNamespace(vocab=8))
+    engine = SimpleNamespace(
+        name="a server",
+        dialect=dialect,
+        caps=SimpleNamespace(inexact_dtype=None),
+        load_checkpoint=nothing,
+        _initial_canary=lambda: RemoteEngine._initial_canary(engine),
+    )
     with pytest.raises(UsageError, match="wrong after a reload"):
-        asyncio.run(attach._check_reload(engine, [-5.0], 8))
+        asyncio.run(RemoteEngine.check_reload(engine))
 
 
 def samples(trainer, rollout=None):

@@ -10,10 +10,10 @@ import torch
 import onepolicy as op
 from onepolicy.audit.accumulator import accumulate_dump
 from onepolicy.audit.run import audit, run_audit
-from onepolicy.audit.schema import write_parquet
 from onepolicy.cli import main
 from onepolicy.console import Console
 from onepolicy.nonfinite import LeftOut
+from onepolicy.record.schema import write_parquet
 from support.audit_dumps import gaussian_rows, write_jsonl
 
 NAN, INF = math.nan, math.inf
@@ -224,7 +224,7 @@ def test_an_audit_judges_the_rest(tmp_path, subtests):
 
 
 def test_blocks_add_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("onepolicy.audit.formats.BLOCK_TOKENS", 200)
+    monkeypatch.setattr("onepolicy.record.formats.BLOCK_TOKENS", 200)
     path = write_jsonl(tmp_path / "d.jsonl", broken_rows())
     left = accumulate_dump(path, {}).nonfinite
     assert (left.tokens, left.count) == (3900, 3)

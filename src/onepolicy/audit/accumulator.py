@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,18 +14,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepolicy.audit.read import BY_SIZE, ReadLimits, read_dump
-from onepolicy.audit.schema import Array, Block
-from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.config import UsageError
 from onepolicy.correct.report import BINS, histogram
-from onepolicy.divergence.attribution import k3_terms
 from onepolicy.divergence.routing import differing_experts
 from onepolicy.nonfinite import LeftOut, Nonfinite
 from onepolicy.notation import number
-from onepolicy.verdict.rules import RECENT, ByRoutes, Mean
+from onepolicy.record.read import BY_SIZE, ReadLimits, read_dump
+from onepolicy.record.schema import Array, Scored
+from onepolicy.record.statistics import (
+    NO_TOKEN,
+    Mean,
+    RowSums,
+    Statistics,
+    k3_terms,
+    means_by,
+    row_starts,
+)
+from onepolicy.verdict.rules import RECENT, ByRoutes
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST
 
+SIDES = ("trainer", "rollout")
 MAX_AGE = 64  # older tokens count as this old
 SAMPLE_TOKENS = 2**18
 """Tokens in the sample of rows for the diagnosis."""
@@ -50,27 +60,14 @@ DIAGNOSED = (
 class AgeStats:
     """The gap by the age of tokens, in updates."""
 
-    by_age: dict[int, tuple[int, float]] = field(default_factory=dict)  # tokens, sum of k3 [nats]
+    by_age: dict[int, Mean] = field(default_factory=dict)  # of k3 [nats]
 
-    def add(self, age: Array, trainer: Array, rollout: Array) -> None:
-        """Add tokens. age: [n] int64, in updates. trainer, rollout: log-probabilities [n] float64.
+    def add(self, age: Array, log_rho: Array, row: Array) -> None:
+        """Add tokens. age: [n] int64, in updates. log_rho: [n] float64. row: [n] int64, ascending.
 
         A token older than MAX_AGE counts as that old.
         """
-        terms = k3_terms(torch.from_numpy(trainer), torch.from_numpy(rollout)).numpy()
-        age = age.clip(0, MAX_AGE)
-        for value in np.unique(age).tolist():
-            chosen = age == value
-            tokens, total = self.by_age.get(value, (0, 0.0))
-            self.by_age[value] = (
-                tokens + int(chosen.sum()),
-                total + float(terms[chosen].sum()),
-            )
-
-    @property
-    def k3(self) -> dict[int, float]:
-        """Mean k3 by age."""
-        return {age: total / tokens for age, (tokens, total) in sorted(self.by_age.items())}
+        _add_means(self.by_age, means_by(age.clip(0, MAX_AGE), k3_terms(log_rho), row))
 
     @property
     def has_old_tokens(self) -> bool:
@@ -84,20 +81,22 @@ class AgeStats:
         """
         if not self.has_old_tokens:
             return False
-        newest_tokens, _ = self.by_age.get(0, (0, 0.0))
-        if newest_tokens < FEWEST:
+        newest = self.by_age.get(0, NO_TOKEN)
+        if newest.tokens < FEWEST:
             return True
-        tokens = sum(count for count, _ in self.by_age.values())
-        total = sum(k3 for _, k3 in self.by_age.values())
-        return self.k3[0] < EXPLAINED * total / tokens
+        return newest.mean < EXPLAINED * self._all.mean
+
+    @property
+    def _all(self) -> Mean:
+        return functools.reduce(operator.add, self.by_age.values())
 
     def describe(self) -> str:
         """Return k3 by age as a sentence."""
-        tokens = sum(count for count, _ in self.by_age.values())
-        parts = []
-        for age, k3 in self.k3.items():
-            share = self.by_age[age][0] / tokens
-            parts.append(f"{number(k3)} at {age} ({share:.0%} of the tokens)")
+        tokens = self._all.tokens
+        parts = [
+            f"{number(k3.mean)} at {age} ({k3.tokens / tokens:.0%} of the tokens)"
+            for age, k3 in sorted(self.by_age.items())
+        ]
         return f"k3 by age, in updates: {', '.join(parts)}."
 
 
@@ -124,7 +123,7 @@ class RowSample:
     size: int = 0  # entries of the first column
     limit: float = 2.0  # rows with this priority or a higher one are not sampled
 
-    def add(self, block: Block, steps: Array) -> None:
+    def add(self, block: Scored, steps: Array) -> None:
         """Add the rows of a block. steps: [S], the step of each row."""
         priorities = self.rng.random(len(block.lengths))
         ends = block.lengths.cumsum()
@@ -180,11 +179,11 @@ class DumpAccumulator:
     framework: str = ""  # the trainer that the first file names; empty for none
     rows: int = 0
     entries: int = 0  # tokens, prompts included
-    overall: StreamingStats | None = None
-    native: StreamingStats | None = None  # of the trainer's score without replay
+    overall: Statistics | None = None
+    native: Statistics | None = None  # of the trainer's score without replay
     histogram: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
-    steps: dict[int, StreamingStats] = field(default_factory=dict)  # empty without a step column
-    rewards: dict[int, tuple[float, int]] = field(default_factory=dict)  # step: sum, rows
+    steps: dict[int, Statistics] = field(default_factory=dict)  # empty without a step column
+    rewards: dict[int, Mean] = field(default_factory=dict)  # of rows, by step
     newest: dict[int, int] = field(default_factory=dict)  # step: newest weight version
     ages: AgeStats = field(default_factory=AgeStats)  # empty if the dump has no ages
     masked_tokens: int = 0  # tokens inside the mask, without those that are left out
@@ -196,7 +195,7 @@ class DumpAccumulator:
     )
     routes: RoutingCounts | None = None
 
-    def add(self, block: Block) -> None:
+    def add(self, block: Scored) -> None:
         """Add the rows of a block."""
         columns, mask = block.columns, block.columns["mask"]
         rows = len(block.lengths)
@@ -207,7 +206,6 @@ class DumpAccumulator:
         self._add_newest_versions(block, steps)
         if not mask.any():
             return
-        self._add_ages(columns, mask)
         self._add_logps(block, steps)
         self.sample.add(block, steps)
         if "routes_rollout" in columns:
@@ -217,14 +215,10 @@ class DumpAccumulator:
     def _add_rewards(self, steps: Array, reward: Array | None) -> None:
         if reward is None:
             return
-        values, at = np.unique(steps, return_inverse=True)
-        sums, counts = np.bincount(at, reward), np.bincount(at)
-        for step, added, more in zip(values.tolist(), sums.tolist(), counts.tolist(), strict=True):
-            total, count = self.rewards.get(step, (0.0, 0))
-            self.rewards[step] = (total + added, count + more)
+        _add_means(self.rewards, means_by(steps, reward, np.arange(len(steps))))
         self._check_steps(len(self.rewards))
 
-    def _add_newest_versions(self, block: Block, steps: Array) -> None:
+    def _add_newest_versions(self, block: Scored, steps: Array) -> None:
         if "version" not in block.columns:
             return
         mask = block.columns["mask"]
@@ -235,41 +229,35 @@ class DumpAccumulator:
         for step, found in zip(values.tolist(), newest.tolist(), strict=True):
             self.newest[step] = max(found, self.newest.get(step, found))
 
-    def _add_ages(self, columns: Mapping[str, Array], mask: Array) -> None:
+    def _add_ages(
+        self, columns: Mapping[str, Array], mask: Array, log_rho: Array, row: Array
+    ) -> None:
         if "version" in columns and "trained_version" in columns:
             age = columns["trained_version"][mask] - columns["version"][mask]
-            self.ages.add(age, columns["logp_trainer"][mask], columns["logp_rollout"][mask])
+            self.ages.add(age, log_rho, row)
 
-    def _add_logps(self, block: Block, steps: Array) -> None:
+    def _add_logps(self, block: Scored, steps: Array) -> None:
         columns, mask = block.columns, block.columns["mask"]
-        trainer = torch.from_numpy(columns["logp_trainer"][mask])
-        rollout = torch.from_numpy(columns["logp_rollout"][mask])
+        trainer, rollout = columns["logp_trainer"][mask], columns["logp_rollout"][mask]
         row = block.segment[mask]
-        segment = torch.from_numpy(row)
-        self.masked_tokens += len(row)
-        self.masked_rows += len(np.unique(row))
-        self.histogram += histogram(trainer - rollout)
+        self._add_ages(columns, mask, trainer - rollout, row)
+        self.histogram += histogram(torch.from_numpy(trainer - rollout))
         if "logp_native" in columns:
-            native = torch.from_numpy(columns["logp_native"][mask])
-            stats = StreamingStats.from_tokens(native, rollout, segment)
-            self.native = _merged(self.native, stats)
-        has_steps = "step" in columns
-        if not has_steps or (steps == steps[0]).all():
-            stats = StreamingStats.from_tokens(trainer, rollout, segment)
-            self.overall = _merged(self.overall, stats)
-            if has_steps:
-                self._add_step(int(steps[0]), stats)
+            native = Statistics.of(columns["logp_native"][mask], rollout, row)
+            self.native = _merged(self.native, native)
+        sums = RowSums.of(trainer, rollout, row)
+        self.masked_tokens += len(row)
+        self.masked_rows += len(sums.tokens)
+        found = Statistics.of_rows(sums)
+        self.overall = _merged(self.overall, found)
+        if "step" not in columns:
             return
-        token_steps = torch.from_numpy(steps[row])
-        order = token_steps.argsort(stable=True)
-        values, counts = token_steps[order].unique_consecutive(return_counts=True)
-        for step, chosen in zip(values.tolist(), order.split(counts.tolist()), strict=True):
-            stats = StreamingStats.from_tokens(trainer[chosen], rollout[chosen], segment[chosen])
-            self.overall = _merged(self.overall, stats)
-            self._add_step(step, stats)
-
-    def _add_step(self, step: int, stats: StreamingStats) -> None:
-        self.steps[step] = _merged(self.steps.get(step), stats)
+        steps = steps[row[row_starts(row)]]
+        values = np.unique(steps).tolist()
+        for step in values:
+            if len(values) > 1:
+                found = Statistics.of_rows(sums.at(steps == step))
+            self.steps[step] = _merged(self.steps.get(step), found)
         self._check_steps(len(self.steps))
 
     def _check_steps(self, count: int) -> None:
@@ -279,7 +267,7 @@ class DumpAccumulator:
                 "is it another column?"
             )
 
-    def _add_routes(self, block: Block) -> None:
+    def _add_routes(self, block: Scored) -> None:
         columns, mask = block.columns, block.columns["mask"]
         rollout, trainer = (columns[f"routes_{side}"][mask] for side in ("rollout", "trainer"))
         layers = rollout.shape[1]  # of [n, L, K]
@@ -298,16 +286,17 @@ class DumpAccumulator:
         self.routes.slots += int(recorded.sum())
         self.routes.tokens += int(differs.any(1).sum())
         self.routes.per_layer += differs.sum(0)
-        sides = (columns[f"logp_{side}"][mask][recorded] for side in ("trainer", "rollout"))
-        terms = k3_terms(*map(torch.from_numpy, sides)).numpy()
+        trainer, rollout = (columns[f"logp_{side}"][mask][recorded] for side in SIDES)
+        terms = k3_terms(trainer - rollout)
         here: Array = np.asarray(differs.any(1))
         row = block.segment[mask][recorded]
         lately = here.copy()
         for by in range(1, min(RECENT + 1, len(here))):
             lately[by:] |= here[:-by] & (row[by:] == row[:-by])
-        known = self.routes.k3
+        known, agree = self.routes.k3, ~lately
         self.routes.k3 = ByRoutes(
-            known.differing + _mean(terms[here]), known.agreeing + _mean(terms[~lately])
+            known.differing + Mean.of(terms[here], row[here]),
+            known.agreeing + Mean.of(terms[agree], row[agree]),
         )
 
     @property
@@ -316,14 +305,15 @@ class DumpAccumulator:
         return max(1, round(self.masked_tokens / max(1, self.masked_rows)))
 
 
-def _mean(terms: Array) -> Mean:
-    return Mean(len(terms), float(terms.sum()), float(np.square(terms).sum()))
-
-
-def _merged(total: StreamingStats | None, part: StreamingStats) -> StreamingStats:
+def _merged(total: Statistics | None, part: Statistics) -> Statistics:
     if total is None:
         return part
-    return total.merge(part)
+    return total + part
+
+
+def _add_means(total: dict[int, Mean], parts: Mapping[int, Mean]) -> None:
+    for label, part in parts.items():
+        total[label] = total.get(label, NO_TOKEN) + part
 
 
 def accumulate_dump(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import statistics
 from dataclasses import dataclass, replace
 
@@ -11,10 +12,10 @@ import numpy as np
 import torch
 
 from onepolicy.audit.accumulator import DumpAccumulator, SampledRow
-from onepolicy.audit.schema import Array
-from onepolicy.audit.streaming_stats import StreamingStats
 from onepolicy.config.presets import frameworks
 from onepolicy.notation import counted, number
+from onepolicy.record.schema import Array
+from onepolicy.record.statistics import Statistics
 from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RoutingError
 from onepolicy.types import RoutingTrace
@@ -82,12 +83,11 @@ def assess(
     claims_equality: both sides were computed alike, so equal bits do not mean that one side is a
     copy of the other.
     """
-    of_steps = {step: stats.statistics() for step, stats in accumulated.steps.items()}
     onset = divergence_onset(
-        {step: found["k3"] for step, found in of_steps.items()},
-        {step: found["k3_error"] for step, found in of_steps.items()},
+        {step: stats.k3 for step, stats in accumulated.steps.items()},
+        {step: stats.standard_error("k3") for step, stats in accumulated.steps.items()},
     )
-    gap = _gap(_stats_since(accumulated, onset))
+    gap = Gap.of(_stats_since(accumulated, onset))
     route_error = _route_error(accumulated, onset)
     trainer = "logp_trainer"
     if route_error and accumulated.native is not None:
@@ -142,21 +142,6 @@ def _aged(declared: Declared, accumulated: DumpAccumulator) -> Declared:
     return replace(declared, age=max(accumulated.ages.by_age))
 
 
-def _gap(stats: StreamingStats) -> Gap:
-    numbers = stats.statistics()
-    return Gap(
-        tokens=int(numbers["tokens"]),
-        sequences=int(numbers["sequences"]),
-        k3=numbers["k3"],
-        f2=numbers["f2"],
-        f5=numbers["f5"],
-        max_dlogp=numbers["max_dlogp"],
-        k3_error=numbers["k3_error"],
-        mean_rho=numbers["mean_rho"],
-        mean_rho_error=numbers["mean_rho_error"],
-    )
-
-
 def _unchecked_causes(accumulated: DumpAccumulator, gap: Gap) -> list[str]:
     """Return the checks that were not possible, of causes that a correction does not repair."""
     texts = [
@@ -187,7 +172,7 @@ def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
     if accumulated.nonfinite.count:
         notes.append(f"{accumulated.nonfinite}.")
     if accumulated.native is not None:
-        k3 = number(accumulated.native.statistics()["k3"])
+        k3 = number(accumulated.native.k3)
         notes.append(f"Without replay k3 is {k3} nats a token over the whole dump.")
     columns = [row.columns for row in accumulated.sample.rows(onset)]
     grown = growth([np.abs(c["logp_trainer"] - c["logp_rollout"])[c["mask"]] for c in columns])
@@ -335,13 +320,13 @@ def _trace(ids: Array, valid: torch.Tensor, experts: int) -> RoutingTrace:
     return RoutingTrace(torch.from_numpy(np.maximum(ids, 0).astype(dtype)), valid, layers, experts)
 
 
-def _stats_since(accumulated: DumpAccumulator, onset: int | None) -> StreamingStats:
+def _stats_since(accumulated: DumpAccumulator, onset: int | None) -> Statistics:
     """Return the statistics of the steps from `onset` on; of the whole dump for None."""
     assert accumulated.overall is not None
     if onset is None:
         return accumulated.overall
-    stats = [stats for step, stats in sorted(accumulated.steps.items()) if step >= onset]
-    return functools.reduce(StreamingStats.merge, stats)
+    stats = [stats for step, stats in accumulated.steps.items() if step >= onset]
+    return functools.reduce(operator.add, stats)
 
 
 def divergence_onset(k3: dict[int, float], errors: dict[int, float] | None = None) -> int | None:

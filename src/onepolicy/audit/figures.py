@@ -15,9 +15,9 @@ import torch
 
 from onepolicy.audit.assessment import ONSET_RULE, AuditResult
 from onepolicy.audit.row_heatmap import row_heatmap
-from onepolicy.audit.schema import Array
 from onepolicy.correct.report import BINS_PER_SIGN, GROWTH, SMALLEST, quantiles
 from onepolicy.notation import number
+from onepolicy.record.schema import Array
 from onepolicy.report.figure import (
     NEUTRAL,
     RHO,
@@ -260,7 +260,7 @@ def _reward_curve(styled: list[StyledResult], onsets: list[Spec]) -> Figure | Ab
         rewards = sorted(result.accumulated.rewards.items())
         if rewards:
             steps = [step for step, _ in rewards]
-            means = [total / count for _, (total, count) in rewards]
+            means = [reward.mean for _, reward in rewards]
             data.append(line(result.label, steps, means, style))
     if not data:
         return Absent("reward", "Reward: the dump has no column reward.")

@@ -19,13 +19,13 @@ from rich.text import Text
 
 from onepolicy.audit.assessment import ONSET_RULE, AuditResult
 from onepolicy.audit.figures import audit_figures, extreme_curve
-from onepolicy.audit.schema import VERSION
 from onepolicy.config import UsageError
 from onepolicy.console import Console
 from onepolicy.correct.equations import in_their_settings
 from onepolicy.correct.report import quantiles
 from onepolicy.files import DISK_FULL, write_text_atomically
 from onepolicy.notation import counted, number
+from onepolicy.record.schema import VERSION
 from onepolicy.report.figure import Figure
 from onepolicy.report.html import document, plain, section, tile
 from onepolicy.report.measure import BADGES
@@ -145,7 +145,8 @@ def audit_tree(result: AuditResult) -> dict[str, Any]:
     ages = accumulated.ages
     if ages.by_age:
         tree["k3_by_age"] = [
-            {"age": age, "tokens": ages.by_age[age][0], "k3": k3} for age, k3 in ages.k3.items()
+            {"age": age, "tokens": k3.tokens, "k3": k3.mean}
+            for age, k3 in sorted(ages.by_age.items())
         ]
     routes = accumulated.routes
     if routes is not None:
@@ -158,9 +159,8 @@ def _step_trees(result: AuditResult) -> list[dict[str, Any]]:
     trees = []
     for step, stats in sorted(result.accumulated.steps.items()):
         tree = {"step": step, **stats.statistics()}
-        total, count = result.accumulated.rewards.get(step, (0.0, 0))
-        if count:
-            tree["reward"] = total / count
+        if step in result.accumulated.rewards:
+            tree["reward"] = result.accumulated.rewards[step].mean
         trees.append(tree)
     return trees
 

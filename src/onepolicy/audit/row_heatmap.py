@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from onepolicy.audit.assessment import AuditResult, growth
-from onepolicy.audit.schema import Array
 from onepolicy.notation import counted
+from onepolicy.record.schema import Array
 from onepolicy.report.figure import RHO, Absent, Figure, Spec, axis, decade
 
 MAX_ROWS, MAX_COLUMNS = 96, 32

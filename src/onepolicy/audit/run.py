@@ -10,19 +10,19 @@ from rich.progress import Progress, TaskID, TaskProgressColumn, TimeRemainingCol
 
 from onepolicy.audit.accumulator import accumulate_dump
 from onepolicy.audit.assessment import AuditResult, assess
-from onepolicy.audit.read import BY_SIZE, ReadLimits
-from onepolicy.audit.read_run import (
+from onepolicy.audit.claims import (
     claims_equality,
     declared_by,
     describe_bit_equality,
     describe_pressure,
-    is_run_folder,
 )
 from onepolicy.audit.report import print_audit, write_report
 from onepolicy.config import UsageError
 from onepolicy.config.presets import framework_name
 from onepolicy.console import Console, make_bars
 from onepolicy.nonfinite import Nonfinite
+from onepolicy.record.probes import is_run_folder
+from onepolicy.record.read import BY_SIZE, ReadLimits
 from onepolicy.verdict.declared import Declared, Format
 
 

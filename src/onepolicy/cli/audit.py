@@ -138,7 +138,8 @@ def run_audit(arguments: argparse.Namespace) -> int:
             raise UsageError(f"{path}: no such file; give a dump, or a folder of dumps")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     print_status("loading torch")
-    from onepolicy.audit import read, run, schema
+    from onepolicy.audit import run
+    from onepolicy.record import read, schema
 
     columns = schema.parse_columns(arguments.columns)
     named = [arguments.framework, *(each for each in arguments.columns if "=" not in each)]

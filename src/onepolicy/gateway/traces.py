@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.audit.export import write_step
 from onepolicy.gateway.history import History
+from onepolicy.record.export import write_step
 from onepolicy.types import RoutingTrace, TokenBatch
 
 DUMP, EPISODES = "dump", "episodes.jsonl"

@@ -35,11 +35,11 @@ from onepolicy.run.make_policy import random_dense, tiny_policy
 from onepolicy.support.checks import SupportError
 from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
-from onepolicy.train.rescore import gap_of, k3_of, variant_scorer
+from onepolicy.train.rescore import k3_of, mismatch_of, variant_scorer
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose_batch
 from onepolicy.verdict.declared import HARMLESS_KL, declared_of
-from onepolicy.verdict.rules import FEW_ROWS, Verdict, verdict
+from onepolicy.verdict.rules import FEW_ROWS, Gap, Verdict, verdict
 from onepolicy.verdict.scored_tokens import EXPLAINED, Finding
 
 Say = Callable[[str], None]
@@ -200,9 +200,9 @@ def _verdict(
     config: RunConfig,
     dense: bool,
 ) -> Verdict:
-    gap, replayed, routers, unchecked = gap_of(first.native), None, None, []
+    gap, replayed, routers, unchecked = Gap.of(first.found), None, None, []
     if first.replayed is not None:
-        replayed = gap_of(first.replayed)
+        replayed = Gap.of(mismatch_of(first.replayed))
     if dense:
         routers = 0.0
     if gap.sequences < FEW_ROWS and not gap.quiet:

@@ -22,9 +22,9 @@ from onepolicy.divergence.breakdown import Row, WorstToken
 from onepolicy.divergence.logprob import Mismatch
 from onepolicy.files import replace_atomically, write_text_atomically
 from onepolicy.measure.attribution import Ablation, Explained
-from onepolicy.run.probe_file import routing_tensors
+from onepolicy.run.probe_file import record_tensors, routing_tensors
 from onepolicy.run.step_metrics import metrics_per_layer, mismatch_metrics
-from onepolicy.train.rescore import logp_of, mismatch_of
+from onepolicy.train.rescore import mismatch_of
 from onepolicy.types import Group, TokenBatch
 from onepolicy.verdict.bug_signatures import Diagnosis
 from onepolicy.verdict.rules import Verdict
@@ -103,17 +103,13 @@ def to_tree(found: Measurement) -> dict[str, Any]:
 def write(found: Measurement, out: Path) -> None:
     """Write OUT/measure.json and OUT/tensors.safetensors, which the figures are drawn from.
 
-    Tensors are called SCORING.NAME, for each scoring of `batches` and each name of
-    run/step_metrics.py.
+    Tensors are called SCORING.NAME: of each scoring of `batches` its record, with the names of a
+    run's probe.
     """
     out.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     for scoring, batch in batches(found).items():
-        mask = batch.trainable
-        fields = {
-            "logp_rollout": batch.logp_rollout[mask],
-            "logp_trainer": logp_of(batch)[mask],
-        } | routing_tensors(batch)
+        fields = record_tensors(batch) | routing_tensors(batch)
         tensors |= {f"{scoring}.{name}": value.contiguous() for name, value in fields.items()}
     with replace_atomically(out / "tensors.safetensors") as path:
         save_file(tensors, path)

@@ -26,22 +26,10 @@ def save_counterfactual(
     are of the scoring without replay. fingerprint: of the trainer; the rollouts' fingerprints are
     written beside it.
     """
-    assert batch.logp_old is not None
-    assert batch.entropy is not None
-    mask = batch.trainable
-    tensors = {
-        "logp_rollout": batch.logp_rollout[mask],
-        "logp_trainer": batch.logp_old[mask],
-        "entropy": batch.entropy[mask],
-        "version": batch.version[mask],
-        "tokens": batch.target_ids[mask],
-        "segment": batch.segment[mask],
-        "turn": batch.turn[mask],
-    }
-    tensors |= routing_tensors(batch, "") | _route_tensors(batch)
+    tensors = record_tensors(batch) | routing_tensors(batch, "") | _route_tensors(batch)
     if without_replay is not None:
         assert without_replay.logp_old is not None
-        tensors["logp_trainer_native"] = without_replay.logp_old[mask]
+        tensors["logp_trainer_native"] = without_replay.logp_old[batch.trainable]
         tensors |= routing_tensors(without_replay, "_native")
     path.parent.mkdir(exist_ok=True)
     rollout_fingerprints = json.dumps(sorted(batch.fingerprints))
@@ -51,6 +39,25 @@ def save_counterfactual(
             temporary,
             metadata={"fingerprint": fingerprint, "rollout": rollout_fingerprints},
         )
+
+
+def record_tensors(batch: TokenBatch) -> dict[str, Tensor]:
+    """Return the record of the n trainable slots of a scored batch, [n] each.
+
+    A probe holds it (record/probes.py reads it), and `onepolicy measure` writes one a scoring.
+    """
+    assert batch.logp_old is not None, "score() comes first"
+    assert batch.entropy is not None
+    columns = {
+        "logp_rollout": batch.logp_rollout,
+        "logp_trainer": batch.logp_old,
+        "entropy": batch.entropy,
+        "version": batch.version,
+        "tokens": batch.target_ids,
+        "segment": batch.segment,
+        "turn": batch.turn,
+    }
+    return {name: values[batch.trainable] for name, values in columns.items()}
 
 
 def _route_tensors(batch: TokenBatch) -> dict[str, Tensor]:

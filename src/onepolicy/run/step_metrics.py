@@ -15,6 +15,7 @@ from onepolicy.divergence.attribution import k3_terms
 from onepolicy.divergence.breakdown import TURNS, turn_bins
 from onepolicy.divergence.logprob import Mismatch, compare_tokens
 from onepolicy.divergence.routing import RoutingDisagreement, routing_disagreement
+from onepolicy.record.statistics import means_by
 from onepolicy.types import TokenBatch
 
 
@@ -45,10 +46,10 @@ def compare_sides(batch: TokenBatch, trainer: Tensor, other: Tensor) -> Mismatch
     it and not a missing value.
     """
     mask = batch.trainable
-    found = compare_tokens(trainer[mask].double(), other[mask].double(), batch.segment[mask])
-    if math.isfinite(found.max_dlogp):
-        return found
-    slot = int((mask & ~(trainer - other).isfinite()).nonzero()[0, 0])
+    broken = mask & ~(trainer - other).isfinite()
+    if not broken.any():
+        return compare_tokens(trainer[mask].double(), other[mask].double(), batch.segment[mask])
+    slot = int(broken.nonzero()[0, 0])
     raise TrainingError(
         f"the trainer's log-probability of a token of sample {int(batch.segment[slot])} is "
         f"{trainer[slot].item()}; its weights are broken: fork from an earlier checkpoint"
@@ -107,11 +108,10 @@ def _k3_by_bins(batch: TokenBatch, number: Tensor, k3: str, tokens: str) -> dict
     mask = batch.trainable
     assert batch.logp_old is not None
     terms = k3_terms(batch.logp_old[mask], batch.logp_rollout[mask])
-    bins = turn_bins(number)
-    terms_of_bins = {k: terms[bins == i] for i, k in enumerate(TURNS)}
-    filled = {k: of_bin for k, of_bin in terms_of_bins.items() if len(of_bin)}
-    means = {f"{k3}@{k}": float(of_bin.mean()) for k, of_bin in filled.items()}
-    return means | {f"{tokens}@{k}": float(len(of_bin)) for k, of_bin in filled.items()}
+    given = (turn_bins(number), terms, batch.segment[mask])
+    found = means_by(*(each.detach().cpu().numpy() for each in given))
+    means = {f"{k3}@{TURNS[i]}": of_bin.mean for i, of_bin in found.items()}
+    return means | {f"{tokens}@{TURNS[i]}": float(each.tokens) for i, each in found.items()}
 
 
 def _disagreement(batch: TokenBatch) -> RoutingDisagreement | None:

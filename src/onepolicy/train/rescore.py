@@ -6,7 +6,6 @@ The settings are another temperature, a part of the vocabulary, or another model
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from onepolicy.replay.routers import bind_routers
 from onepolicy.train.pack import micro_batches
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
-from onepolicy.verdict.rules import Gap
 
 TEMPERATURE_STEP = 0.02  # relative, for the derivative with respect to the temperature
 SAME_FACTOR = 0.01  # a fitted factor closer to 1 than this counts as 1
@@ -211,38 +209,3 @@ def mismatch_of(batch: TokenBatch) -> Mismatch:
 
 def k3_of(batch: TokenBatch) -> float:
     return mismatch_of(batch).k3
-
-
-def gap_of(batch: TokenBatch) -> Gap:
-    """Return the numbers of a scored batch that the verdict needs."""
-    found = mismatch_of(batch)
-    f2, f5 = found.extreme([2.0, 5.0])
-    mean, error = _mean_rho(batch)
-    return Gap(
-        found.tokens,
-        batch.num_samples,
-        found.k3,
-        f2,
-        f5,
-        found.max_dlogp,
-        mean_rho=mean,
-        mean_rho_error=error,
-    )
-
-
-def _mean_rho(batch: TokenBatch) -> tuple[float, float]:
-    """Return mean rho and its standard error. The error of a single sequence is NaN.
-
-    The error counts sequences, because tokens of one sequence are not independent.
-    """
-    mask = batch.trainable
-    excess = (logp_of(batch)[mask].double() - batch.logp_rollout[mask].double()).expm1()
-    segment = batch.segment[mask]
-    _, index, sizes = segment.unique_consecutive(return_inverse=True, return_counts=True)
-    mean, sequences = excess.mean(), len(sizes)
-    if sequences < 2:
-        return float(1 + mean), math.nan
-    zeros = torch.zeros_like(sizes, dtype=excess.dtype)
-    of_sequence = zeros.index_add(0, index, excess - mean)
-    error = (of_sequence.square().sum() * sequences / (sequences - 1)).sqrt() / len(excess)
-    return float(1 + mean), float(error)

@@ -14,6 +14,7 @@ from typing import Literal
 from onepolicy.correct.predict import NOMINAL_KL, predict
 from onepolicy.correct.presets import preset
 from onepolicy.notation import counted, number, with_error
+from onepolicy.record.statistics import NO_TOKEN, Mean, Statistics
 from onepolicy.verdict.bug_signatures import Diagnosis
 from onepolicy.verdict.declared import HARMLESS_KL, TOO_FAR, UNDECLARED, Declared
 from onepolicy.verdict.scored_tokens import FEWEST
@@ -86,6 +87,21 @@ class Gap:
     mean_rho: float = math.nan  # NaN: not known
     mean_rho_error: float = math.nan  # its standard error, by sequences
 
+    @classmethod
+    def of(cls, found: Statistics) -> Gap:
+        """Return the distance that statistics say."""
+        return cls(
+            found.tokens,
+            found.sequences,
+            found.k3,
+            found.f2,
+            found.f5,
+            found.max_dlogp,
+            k3_error=found.standard_error("k3"),
+            mean_rho=found.mean_rho,
+            mean_rho_error=found.standard_error("excess"),
+        )
+
     @property
     def off_one(self) -> str:
         """Mark that mean rho is not 1; empty if it may be 1.
@@ -126,52 +142,29 @@ def size_in_words(k3: float, f2: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
-    """Mean k3 of some tokens, with its standard error."""
-
-    tokens: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-
-    def __add__(self, other: Mean) -> Mean:
-        total, squares = self.total + other.total, self.squares + other.squares
-        return Mean(self.tokens + other.tokens, total, squares)
-
-    @property
-    def k3(self) -> float:
-        return self.total / max(1, self.tokens)
-
-    @property
-    def error(self) -> float:
-        n = max(2, self.tokens)
-        spread = max(0.0, self.squares / n - (self.total / n) ** 2)
-        return math.sqrt(spread / n)
-
-
-@dataclass(frozen=True, slots=True)
 class ByRoutes:
     """k3 of the tokens at which a route differs, and of those at which none does, nor did lately.
 
     A differing route reaches later tokens through attention, so recent ones must agree too.
     """
 
-    differing: Mean = Mean()
-    agreeing: Mean = Mean()
+    differing: Mean = NO_TOKEN
+    agreeing: Mean = NO_TOKEN
 
     @property
     def alike(self) -> bool:
         """True if routes surely do not explain the gap: it is as large where they agree."""
         if min(self.differing.tokens, self.agreeing.tokens) < FEWEST:
             return False
-        most = self.differing.k3 + 2 * self.differing.error
-        return most < REPLAY_HELPS * self.agreeing.k3
+        most = self.differing.mean + 2 * self.differing.error
+        return most < REPLAY_HELPS * self.agreeing.mean
 
     def text(self) -> str:
         """Return both means in words; empty if one of them has too few tokens."""
         if min(self.differing.tokens, self.agreeing.tokens) < FEWEST:
             return ""
         found = [
-            f"{with_error(each.k3, each.error)} nats at {counted(each.tokens, 'token')}"
+            f"{with_error(each.mean, each.error)} nats at {counted(each.tokens, 'token')}"
             for each in (self.differing, self.agreeing)
         ]
         return (

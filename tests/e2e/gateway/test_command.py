@@ -6,9 +6,9 @@ import json
 import httpx2
 import pytest
 
-from onepolicy.audit.read import read_dump
 from onepolicy.build.gateway import GatewayOptions, build_gateway, run_gateway
 from onepolicy.gateway.session import Limits
+from onepolicy.record.read import read_dump
 from support.paths import ROOT
 
 pytestmark = pytest.mark.gateway

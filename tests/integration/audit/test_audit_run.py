@@ -9,12 +9,12 @@ import dataclasses
 import pytest
 import torch
 
-from onepolicy.audit.export import write_step
 from onepolicy.audit.run import audit
 from onepolicy.build import components
 from onepolicy.build.measure import build_measure_components, measure_config
 from onepolicy.cli import main
 from onepolicy.measure.measure import _load_engine_model, score_rollouts
+from onepolicy.record.export import write_step
 from onepolicy.run import train as run_train
 from onepolicy.sync.push import push_weights
 from support.planted_engine import SETTINGS, Planted

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from onepolicy.audit.read_run import describe_bit_equality
+from onepolicy.audit.claims import describe_bit_equality
 from onepolicy.build.components import SamplingComponents, build_components
 from onepolicy.build.measure import MeasureComponents, measure_config
 from onepolicy.cli import main

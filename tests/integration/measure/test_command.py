@@ -5,8 +5,10 @@ import asyncio
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from onepolicy.build.measure import build_measure_components, measure_config
 from onepolicy.cli import main
@@ -14,6 +16,7 @@ from onepolicy.config.input_files import resolve_model
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.measure.measure import measure_parts
 from onepolicy.measure.result import to_tree
+from onepolicy.record.statistics import Statistics
 from onepolicy.tiny.model import make_dense, make_model
 from onepolicy.verdict.rules import HARMLESS_KL, QUIET_KL
 from support.models import make
@@ -220,6 +223,23 @@ def test_the_command_writes_a_report_and_prints_the_verdict(policy, tmp_path, ca
     assert [name for name in figures.split() if f'id="fig-{name}"' not in html] == []
     assert main(command) == 2
     check_distribution(tree["distribution"], printed, html)
+    check_records(tmp_path / "m", tree)
+
+
+def check_records(out, tree):
+    """Check that the record of each scoring has the statistics that measure.json says, to the
+    bit."""
+    tensors = load_file(out / "tensors.safetensors")
+    for scoring in ("without_replay", "with_replay"):
+        trainer, rollout = (
+            tensors[f"{scoring}.{name}"].astype(np.float64)
+            for name in ("logp_trainer", "logp_rollout")
+        )
+        numbers = Statistics.of(trainer, rollout, tensors[f"{scoring}.segment"]).statistics()
+        told = tree["metrics"][scoring]
+        assert {name: told[f"mismatch/{name}"] for name in ("k3", "ess", "f2", "pearson")} == {
+            name: numbers[name] for name in ("k3", "ess", "f2", "pearson")
+        }
 
 
 def check_distribution(found, printed, html):

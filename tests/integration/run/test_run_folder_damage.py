@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from onepolicy.audit import read_run
+from onepolicy.audit.claims import describe_bit_equality
 from onepolicy.config import UsageError
 from onepolicy.config.stored_config import read_stored_config
+from onepolicy.record.probes import read_run
 from onepolicy.report import words
 from onepolicy.report.html import _facts, _rules, _shown, _tiles
 from onepolicy.report.learning import learning_figures, time_split
@@ -105,8 +106,8 @@ def read_about(run):
 
 
 def read_dump(run):
-    list(read_run.read_run(run, {}))
-    read_run.describe_bit_equality(run)
+    list(read_run(run, {}))
+    describe_bit_equality(run)
 
 
 def read_samples(run):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from onepolicy.audit.read import read_dump
 from onepolicy.audit.run import run_audit
 from onepolicy.cli import main
 from onepolicy.config import UsageError, resolve
@@ -17,6 +16,7 @@ from onepolicy.config.stored_config import read_stored_config
 from onepolicy.console import Console
 from onepolicy.launch.arms import Arm, play_arms
 from onepolicy.launch.plan_arms import PlannedArm, runs_in
+from onepolicy.record.read import read_dump
 from onepolicy.report.html import write_report
 from onepolicy.run.log import read_metrics
 from onepolicy.train import checkpoint

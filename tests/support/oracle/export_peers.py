@@ -54,7 +54,7 @@ def trl(folder: Path, temperature: float, *, steps: int) -> list[dict[str, float
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
-    from onepolicy.audit.export.trl import export
+    from onepolicy.record.export.trl import export
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -102,7 +102,7 @@ def verl(folder: Path) -> dict[str, float]:
     )
     from verl.utils.debug.metrics import calculate_debug_metrics
 
-    from onepolicy.audit.export.verl import export
+    from onepolicy.record.export.verl import export
 
     g, found = torch.Generator().manual_seed(0), {}
     for step in range(2):

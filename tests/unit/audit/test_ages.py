@@ -2,7 +2,7 @@
 
 from onepolicy.audit.report import audit_tree
 from onepolicy.audit.run import audit
-from onepolicy.audit.schema import write_parquet
+from onepolicy.record.schema import write_parquet
 from support.audit_dumps import gaussian_rows, moved_routes, with_routes, world_rows
 
 

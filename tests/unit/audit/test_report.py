@@ -9,9 +9,9 @@ import torch
 from onepolicy.audit.figures import audit_figures
 from onepolicy.audit.report import write_report
 from onepolicy.audit.run import audit, run_audit
-from onepolicy.audit.schema import write_parquet
 from onepolicy.cli import main
 from onepolicy.console import Console
+from onepolicy.record.schema import write_parquet
 from onepolicy.report.figure import Figure
 from onepolicy.report.measure import BADGES
 from support.audit_dumps import gaussian_rows, with_routes, write_jsonl

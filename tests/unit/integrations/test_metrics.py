@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from onepolicy.audit.schema import COLUMNS
 from onepolicy.config import UsageError
 from onepolicy.integrations.core.dump import add_routes, dump_row
 from onepolicy.integrations.core.metrics import mismatch_metrics, replay_metrics, routing_metrics
 from onepolicy.integrations.core.preflight import Preflight
+from onepolicy.record.schema import COLUMNS
 from onepolicy.types import RoutingTrace
 
 

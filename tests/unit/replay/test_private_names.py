@@ -24,7 +24,7 @@ CORE = (
 OF_PYTHON = {"_getframe", "_replace", "_asdict", "_fields"}
 PRIVATE = re.compile(r"\b_[a-zA-Z]\w*")
 DEFINED = re.compile(r"(?:def|class) (_[a-zA-Z]\w*)|self\.(_[a-zA-Z]\w*)")
-OF_TRAINERS = ("integrations", "audit/export")
+OF_TRAINERS = ("integrations", "record/export")
 """These folders use names of the trainers that they are for."""
 
 

@@ -67,6 +67,7 @@ def test_k3_by_staleness_by_hand():
     batch = SimpleNamespace(
         trainable=torch.tensor([True, True, False, True, True]),
         version=torch.tensor([7, 5, -1, 7, 5], dtype=torch.int32),
+        segment=torch.tensor([0, 0, 0, 1, 1]),
         logp_rollout=torch.tensor([-1.0, -2.0, 0.0, -1.0, -1.0]),
         logp_old=torch.tensor([-1.0, -2.0 + math.log(2), 9.0, -1.0, -1.0]),
     )

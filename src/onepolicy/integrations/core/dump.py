@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.audit.export import write_step
 from onepolicy.config import UsageError
+from onepolicy.record.export import write_step
 from onepolicy.types import RoutingTrace
 
 PER_TOKEN = ("mask", "logp_rollout", "logp_trainer", "logp_native", "entropy")
@@ -28,7 +28,7 @@ def dump_row(
     reward: float | None = None,
     version: int | None = None,
 ) -> dict[str, Any]:
-    """Return one sample's response as a row of the schema (`onepolicy.audit.schema`).
+    """Return one sample's response as a row of the schema (`onepolicy.record.schema`).
 
     `add_routes` adds the routes.
 

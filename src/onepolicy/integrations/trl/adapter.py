@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.audit.export.trl import StepDump, response_mask, response_rows
 from onepolicy.config import UsageError
 from onepolicy.integrations.core.armed import ArmedReplay
 from onepolicy.integrations.core.dump import add_routes
@@ -36,6 +35,7 @@ from onepolicy.integrations.trl.vllm_routes import (
     watch_colocated,
     watch_generation,
 )
+from onepolicy.record.export.trl import StepDump, response_mask, response_rows
 from onepolicy.types import RoutingTrace
 
 Trace = RoutingTrace | None

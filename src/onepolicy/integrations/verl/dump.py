@@ -12,11 +12,11 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.protocol import DataProto
 
-from onepolicy.audit.export import write_step
-from onepolicy.audit.export.verl import batch_rows
 from onepolicy.integrations.core.dump import add_routes
 from onepolicy.integrations.verl.routes import NATIVE_ROUTES, ROUTES
 from onepolicy.integrations.verl.workers import ModelRouters
+from onepolicy.record.export import write_step
+from onepolicy.record.export.verl import batch_rows
 from onepolicy.replay.axes import trace_from
 from onepolicy.types import RoutingTrace, id_dtype
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from onepolicy.audit.read import read_dump
 from onepolicy.config import UsageError
 from onepolicy.correct.presets import preset
+from onepolicy.record.read import read_dump
 
 capability = pytest.mark.capability
 pytestmark = pytest.mark.verl

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from onepolicy.audit.schema import (
+from onepolicy.errors import UsageError
+from onepolicy.npy import InvalidNpyError, parse_npy
+from onepolicy.record.schema import (
     BLOCK_ROWS,
     COLUMNS,
     Array,
@@ -31,8 +33,6 @@ from onepolicy.audit.schema import (
     select_columns,
     unique_pairs,
 )
-from onepolicy.errors import UsageError
-from onepolicy.npy import InvalidNpyError, parse_npy
 
 if TYPE_CHECKING:  # only .pt files need torch
     import torch
@@ -250,7 +250,7 @@ def read_pt(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:
     if {"samples", "rollout_data"} & loaded.keys():
         raise UsageError(
             f"{path}: a training dump of slime or miles; "
-            "python -m onepolicy.audit.export.slime FOLDER OUT turns a folder of them into a dump"
+            "python -m onepolicy.record.export.slime FOLDER OUT turns a folder of them into a dump"
         )
     names = {*select_columns(str(path), loaded.keys(), mapping).values(), "length"}
     tensors = {name: value for name, value in loaded.items() if name in names}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from onepolicy.audit import arrays
-from onepolicy.audit.read import read_dump
 from onepolicy.config import UsageError
+from onepolicy.record import arrays
+from onepolicy.record.read import read_dump
 
 NAMES = ("tokens", "mask", "logp_rollout", "logp_trainer")
 

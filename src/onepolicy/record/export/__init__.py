@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onepolicy.audit.schema import write_parquet
 from onepolicy.files import replace_atomically
+from onepolicy.record.schema import write_parquet
 
 
 def write_step(

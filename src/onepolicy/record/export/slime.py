@@ -1,6 +1,6 @@
 """slime and miles: their --save-debug-train-data files (also written by --dump-details) as a dump.
 
-    python -m onepolicy.audit.export.slime DUMP_DETAILS/train_data dump
+    python -m onepolicy.record.export.slime DUMP_DETAILS/train_data dump
     onepolicy audit dump
 
 These files have tokens and both sides' log-probabilities, but as torch.save archives. They are
@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from onepolicy.audit.arrays import as_numpy, check_plain_tensor, load_pt
-from onepolicy.audit.export import write_step
-from onepolicy.audit.read import read_bounded
 from onepolicy.bounded import Message
 from onepolicy.console import print_text
 from onepolicy.errors import UsageError, short_repr
+from onepolicy.record.arrays import as_numpy, check_plain_tensor, load_pt
+from onepolicy.record.export import write_step
+from onepolicy.record.read import read_bounded
 
 LARGEST_INT = 2**31 - 1
 PER_TOKEN = {"log_probs": "logp_trainer", "rollout_log_probs": "logp_rollout", "loss_masks": "mask"}
@@ -38,7 +38,7 @@ def convert(source: Path | str, folder: Path | str) -> int:
     paths = sorted(Path(source).glob("*.pt"))
     seen: set[tuple[int, int]] = set()
     written = 0
-    task = "onepolicy.audit.export.slime:read_samples"
+    task = "onepolicy.record.export.slime:read_samples"
     for _, messages in itertools.groupby(read_bounded(task, paths), key=lambda each: each[0]):
         rows, rollout, rank = [], 0, 0
         for _, (info, arrays) in messages:

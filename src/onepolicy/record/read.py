@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy import bounded
-from onepolicy.audit.formats import READERS
-from onepolicy.audit.read_run import is_run_folder, read_run
-from onepolicy.audit.schema import ROUTES, Block, RawBlock
-from onepolicy.audit.validate import checked_block
 from onepolicy.bounded import GIB, Limits, Message
 from onepolicy.config import UsageError
 from onepolicy.files import leads_into
+from onepolicy.record.formats import READERS
+from onepolicy.record.probes import is_run_folder, read_run
+from onepolicy.record.schema import ROUTES, RawBlock, Scored
+from onepolicy.record.validate import checked_block
 
 MEMORY, MEMORY_PER_BYTE = GIB, 16
 """Bytes of memory for reading a dump, and more for each byte of its largest file."""
@@ -51,7 +51,7 @@ BY_SIZE = ReadLimits()
 
 def read_dump(
     path: Path, mapping: Mapping[str, str], limits: ReadLimits = BY_SIZE
-) -> Iterator[Block]:
+) -> Iterator[Scored]:
     """Yield the blocks of a file, of all dump files of a folder, or of a run folder of ours.
 
     The format follows from the suffix. A block counts its rows over the whole dump. Raises
@@ -79,9 +79,9 @@ def read_dump(
 
 def _blocks(
     files: list[Path], mapping: Mapping[str, str], limits: ReadLimits
-) -> Iterator[tuple[int, Block]]:
+) -> Iterator[tuple[int, Scored]]:
     """Yield the checked blocks of files, each with the number of its file."""
-    task, most = "onepolicy.audit.formats:read_files", limits.of(files).memory
+    task, most = "onepolicy.record.formats:read_files", limits.of(files).memory
     for number, message in read_bounded(task, files, limits, mapping=dict(mapping)):
         try:
             raw = RawBlock.from_message(message)
@@ -141,7 +141,7 @@ def _dump_files(path: Path) -> list[Path]:
         if path.suffix in (".pkl", ".pickle"):
             fault = (
                 "a pickle, which could run any code, is not read; for a batch of verl call "
-                "onepolicy.audit.export.verl.export(batch, FOLDER, step) in the trainer"
+                "onepolicy.record.export.verl.export(batch, FOLDER, step) in the trainer"
             )
         raise UsageError(f"{path}: {fault}")
     if path.exists() and not path.is_file():

@@ -1,27 +1,20 @@
-"""Our own run folder as a dump: its probes have the log-probabilities of both sides."""
+"""The probes of a run folder: scored records that the run wrote, with both sides' values."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from onepolicy.audit.arrays import Safetensors
-from onepolicy.audit.schema import Array, Block, RaggedColumn
-from onepolicy.audit.validate import checked_block
 from onepolicy.bounded import refuse_holes
 from onepolicy.config import UsageError
-from onepolicy.config.json_shapes import RunInfo, read_json_object
-from onepolicy.config.numerics import ON_POLICY
-from onepolicy.config.output_paths import CONFIG
 from onepolicy.files import refuse_links_out
-from onepolicy.invariant.fingerprint import difference_reason
-from onepolicy.verdict.declared import Declared, declared_of
+from onepolicy.record.arrays import Safetensors
+from onepolicy.record.schema import Array, RaggedColumn, Scored
+from onepolicy.record.validate import checked_block
 
 MISSING_ROUTES = 2**26
 """Expert ids of tokens without routes that a probe may have, whatever its size."""
@@ -32,102 +25,21 @@ def is_run_folder(path: Path) -> bool:
     return (path / "metrics.jsonl").is_file() and (path / "config.json").is_file()
 
 
-def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Block]:
+def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Scored]:
     """Yield one block for each probe. logp_trainer is from the scoring that trained."""
     if mapping:
         raise UsageError(
             f"{folder}: is a run folder of ours; its columns have one name, leave --columns out"
         )
     refuse_links_out(folder, "the run's")
-    probes, first = _probe_files(folder), 0
+    probes, first = probe_files(folder), 0
     for number, (step, path) in enumerate(probes, start=1):
         block = checked_block(str(path), 0, _read_probe(path, step), number / len(probes))
         yield dataclasses.replace(block, first_row=first)
         first += len(block.lengths)
 
 
-def describe_pressure(folder: Path) -> str | None:
-    """Return what a run of ours says of its rollout.pressure; None if it had none."""
-    about = folder / "run.json"
-    if not (is_run_folder(folder) and about.is_file()):
-        return None
-    info = read_json_object(about, RunInfo, "delete it, or copy the whole run folder again")
-    pressure: str | None = info.get("pressure")
-    return pressure
-
-
-def declared_by(folder: Path) -> Declared:
-    """Return what the settings of a run of ours declare of its two sides."""
-    refuse_holes(folder / CONFIG, "copy the whole run folder again")
-    try:
-        settings = json.loads((folder / CONFIG).read_bytes())
-    except (ValueError, RecursionError):
-        raise UsageError(
-            f"{folder / CONFIG}: is damaged; copy the whole run folder again"
-        ) from None
-    if not isinstance(settings, dict):
-        settings = {}
-    return declared_of(settings)
-
-
-class BitComparison(NamedTuple):
-    """A comparison of the log-probabilities of a run's probes, bit by bit."""
-
-    differing: int
-    tokens: int
-    reason: str | None  # why the run cannot claim that the two sides are equal; None: it can
-
-
-def describe_bit_equality(folder: Path) -> str:
-    """Return how many log-probabilities of a run differ, and whether it may claim equality."""
-    differing, tokens, reason = _compare_bits(folder)
-    claim = "rollouts and trainer were computed alike"
-    if reason is not None:
-        claim = f"cannot claim equality: {reason}"
-    return (
-        f"To the bit: {differing:,} of {tokens:,} log-probabilities of the probes differ; {claim}"
-    )
-
-
-def claims_equality(path: Path) -> bool:
-    """Return whether `path` is a run of ours that computed rollouts and trainer alike."""
-    return is_run_folder(path) and _compare_bits(path).reason is None
-
-
-def _compare_bits(folder: Path) -> BitComparison:
-    differing = tokens = 0
-    reason = None
-    for _, path in _probe_files(folder):
-        with Safetensors(path) as probe:
-            rollout, trainer = probe.read("logp_rollout"), probe.read("logp_trainer")
-            metadata = probe.metadata
-        differing += int((rollout != trainer).sum())
-        tokens += len(rollout)
-        trainer_print, rollout_prints = _fingerprints(path, metadata)
-        reason = reason or difference_reason(json.dumps(trainer_print), rollout_prints)
-        if trainer_print.get("numerics") != ON_POLICY:
-            reason = reason or "numerics were not on-policy"
-    return BitComparison(differing, tokens, reason)
-
-
-def _fingerprints(path: Path, metadata: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the trainer's fingerprint, and the text of each rollout's, from a probe's metadata."""
-    damaged = UsageError(
-        f"{path}: its fingerprints are damaged; delete the file to leave this probe out"
-    )
-    try:
-        trainer = json.loads(metadata.get("fingerprint", "{}"))
-        rollouts = json.loads(metadata.get("rollout", "[]"))
-        if not isinstance(trainer, dict) or not isinstance(rollouts, list):
-            raise damaged
-        if not all(isinstance(json.loads(text), dict) for text in rollouts):
-            raise damaged
-    except (ValueError, TypeError, RecursionError):
-        raise damaged from None
-    return trainer, rollouts
-
-
-def _probe_files(folder: Path) -> list[tuple[int, Path]]:
+def probe_files(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, file) of each probe, by step. Raises UsageError if there is none."""
     probes = []
     for path in (folder / "probes").glob("*"):

@@ -17,8 +17,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from onepolicy.audit.export import write_step
 from onepolicy.config import UsageError
+from onepolicy.record.export import write_step
 
 NEEDED = ("responses", "response_mask", "rollout_log_probs", "old_log_probs")
 OPTIONAL = {"entropys": "entropy", "entropy": "entropy"}  # of the legacy and the V1 trainer

@@ -16,8 +16,6 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from onepolicy.audit.read import read_dump
-from onepolicy.audit.schema import Block
 from onepolicy.bounded import Limits, StoppedError
 from onepolicy.config import UsageError
 from onepolicy.config.problems import read_rows
@@ -26,6 +24,8 @@ from onepolicy.envs.multiturn.dialogue import ParsedTurn
 from onepolicy.envs.multiturn.tool_formats import tool_format
 from onepolicy.envs.tools import build_tools
 from onepolicy.interfaces import Problem
+from onepolicy.record.read import read_dump
+from onepolicy.record.schema import Scored
 from onepolicy.report.jsonl import read_jsonl
 from support.audit_dumps import check_blocks, rewrite
 from support.fuzz import FAST, SLOW, Damage, survives
@@ -228,7 +228,7 @@ def test_dumps(tmp_path: Path, suffix: str, inputs: int, monkeypatch: pytest.Mon
     }[suffix]
     path = tmp_path / f"dump [b]\x1b\udc80{suffix}"
 
-    def read(data: bytes) -> list[Block]:
+    def read(data: bytes) -> list[Scored]:
         rewrite(path, data)
         return list(read_dump(path, {}))
 

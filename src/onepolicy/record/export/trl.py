@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepolicy.audit.export import write_step
 from onepolicy.config import UsageError
+from onepolicy.record.export import write_step
 
 
 def export(trainer: Any, folder: Path | str) -> None:

@@ -1,4 +1,4 @@
-"""The columns of a dump (version 1), a block of its rows, and the Parquet writer.
+"""The columns of a scored record (version 1), some of its rows, and the Parquet writer.
 
 A row is a sample. Entry t of a per-token column belongs to tokens[t]. Its log-probability is given
 the tokens before it.
@@ -157,8 +157,8 @@ class RawBlock(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """A checked block of S consecutive rows with T tokens in total.
+class Scored:
+    """A record: S consecutive rows of T tokens in total, which two sides scored. It is checked.
 
     Columns are named as in COLUMNS. Optional ones may be missing.
     """
@@ -206,7 +206,7 @@ LAYOUTS = (  # of files that are known by some of their columns; what to do
     (
         {"input", "output", "score"},
         "verl's text log, which has no tokens and no log-probabilities; call "
-        "onepolicy.audit.export.verl.export(batch, FOLDER, step) in the trainer",
+        "onepolicy.record.export.verl.export(batch, FOLDER, step) in the trainer",
     ),
     (
         {"prompt", "completion"},
@@ -215,7 +215,7 @@ LAYOUTS = (  # of files that are known by some of their columns; what to do
     ),
     (
         {"batch"},
-        "a batch of verl; call onepolicy.audit.export.verl.export(batch, FOLDER, step) in the "
+        "a batch of verl; call onepolicy.record.export.verl.export(batch, FOLDER, step) in the "
         "trainer",
     ),
     (

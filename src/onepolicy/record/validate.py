@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from onepolicy.audit.schema import COLUMNS, Array, Block, ColumnSpec, RaggedColumn
 from onepolicy.config import UsageError
 from onepolicy.nonfinite import ABOVE_ZERO, above_zero, leave_out
+from onepolicy.record.schema import COLUMNS, Array, ColumnSpec, RaggedColumn, Scored
 
 SMALLEST_LOGP = -1e6
 """A smaller value is a constant that stands for a token that cannot be sampled."""
@@ -26,7 +26,7 @@ LARGEST_SIZES = {"route_layers": 4096, "route_top_k": 256}
 
 def checked_block(
     source: str, first_row: int, raw: Mapping[str, RaggedColumn], done: float
-) -> Block:
+) -> Scored:
     """Check the columns of some rows and return them as a block.
 
     Tokens with a value that is not finite are left out of its mask and counted. source: file, for
@@ -34,7 +34,7 @@ def checked_block(
     """
     rows = _Rows(source, first_row, raw)
     columns = {name: rows.column(name) for name in raw}
-    block = _without_nonfinite(source, Block(first_row, rows.lengths, columns, done))
+    block = _without_nonfinite(source, Scored(first_row, rows.lengths, columns, done))
     for name in LOGPS:
         if name in columns:
             _check_logp(source, block, name)
@@ -51,7 +51,7 @@ def checked_block(
     return block
 
 
-def _without_nonfinite(source: str, block: Block) -> Block:
+def _without_nonfinite(source: str, block: Scored) -> Scored:
     """Leave tokens with a value that is not finite out of the mask, count them, name the first."""
     columns = block.columns
     mask = columns["mask"]
@@ -82,7 +82,7 @@ class _Rows:
         self.lengths: Array = lengths
 
     def column(self, name: str) -> Array:
-        """Return a column as [T], [S] or [T, L, K]. See Block.columns."""
+        """Return a column as [T], [S] or [T, L, K]. See Scored.columns."""
         spec, ragged = COLUMNS[name], self.raw[name]
         if spec.per == "row":
             if ragged.lengths is not None:
@@ -175,7 +175,7 @@ def _wrong_values(values: Array, spec: ColumnSpec) -> tuple[Array, str]:
         return too_large, whole
 
 
-def _check_logp(source: str, block: Block, name: str) -> None:
+def _check_logp(source: str, block: Scored, name: str) -> None:
     values, mask = block.columns[name], block.columns["mask"]
     text = (
         "below any log-probability: the token was masked out of that side's vocabulary; "
@@ -190,7 +190,7 @@ def _check_logp(source: str, block: Block, name: str) -> None:
     _refuse_first(source, block, name, positive, text)
 
 
-def _refuse_first(source: str, block: Block, name: str, wrong: Array, text: str) -> None:
+def _refuse_first(source: str, block: Scored, name: str, wrong: Array, text: str) -> None:
     """Raise UsageError with the first entry that is wrong, if any is."""
     if wrong.any():
         position = int(np.flatnonzero(wrong)[0])

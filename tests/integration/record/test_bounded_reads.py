@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import save_file
 
 from onepolicy import bounded
-from onepolicy.audit.export import slime
-from onepolicy.audit.read import ReadLimits, read_dump
-from onepolicy.audit.schema import BLOCK_ROWS, write_parquet
 from onepolicy.bounded import GIB, Limits, StoppedError
 from onepolicy.cli import main
 from onepolicy.config import UsageError
+from onepolicy.record.export import slime
+from onepolicy.record.read import ReadLimits, read_dump
+from onepolicy.record.schema import BLOCK_ROWS, write_parquet
 from support.audit_dumps import gaussian_rows, write_jsonl
 from support.own_processes import children_of, wait_until_gone
 from support.waiting import wait_until
@@ -147,7 +147,7 @@ def tuples_of_tuples() -> bytes:
 )
 def test_what_a_library_says_of_a_file_has_a_limit(tmp_path, data, monkeypatch):
     """The time of a disk or a busy machine does not count."""
-    monkeypatch.setattr("onepolicy.audit.read.CPU_SECONDS", 1.0)
+    monkeypatch.setattr("onepolicy.record.read.CPU_SECONDS", 1.0)
     path = tmp_path / "d.pt"
     path.write_bytes(data)
     with pytest.raises(UsageError, match=r"d\.pt: took longer than 1 s of a CPU; .* --time-limit"):

@@ -20,43 +20,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from onepolicy.audit import formats
 from onepolicy.audit.accumulator import accumulate_dump
-from onepolicy.audit.export.slime import convert
 from onepolicy.audit.figures import audit_figures
-from onepolicy.audit.read import ReadLimits, read_dump
 from onepolicy.audit.report import audit_tree
 from onepolicy.audit.run import audit
-from onepolicy.audit.schema import COLUMNS, write_parquet
 from onepolicy.cli import main
 from onepolicy.config import UsageError
-from support.audit_dumps import gaussian_rows, write_jsonl
+from onepolicy.record import formats
+from onepolicy.record.export.slime import convert
+from onepolicy.record.read import ReadLimits, read_dump
+from onepolicy.record.schema import COLUMNS
+from support.audit_dumps import SUFFIXES, gaussian_rows, write_dump, write_jsonl
 from support.examples import examples
 
 LOGPS = ("logp_rollout", "logp_trainer")
-
-
-def write(path: Path, rows: list[dict]) -> Path:
-    """Write the dump in the format of the suffix. Arrays: flat, with `length`."""
-    if path.suffix == ".parquet":
-        write_parquet(path, rows)
-        return path
-    if path.suffix == ".jsonl":
-        return write_jsonl(path, rows)
-    arrays = {"length": np.array([len(row["tokens"]) for row in rows])}
-    for name in rows[0]:
-        lists = isinstance(rows[0][name], list)
-        values = [row[name] for row in rows]
-        array = np.concatenate([np.array(v) for v in values]) if lists else np.array(values)
-        arrays[name] = array.astype(np.float32) if COLUMNS[name].kind == "float" else array
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    if path.suffix == ".npz":
-        np.savez(path, **arrays)
-    elif path.suffix == ".pt":
-        torch.save(tensors, path)
-    else:
-        save_file(tensors, path)
-    return path
 
 
 def rows_with_everything() -> list[dict]:
@@ -70,28 +47,25 @@ def rows_with_everything() -> list[dict]:
     return rows
 
 
-SUFFIXES = (".parquet", ".jsonl", ".npz", ".safetensors", ".pt")
-
-
 def test_every_format_gives_the_same_numbers(tmp_path, monkeypatch, subtests) -> None:
     rows = rows_with_everything()
-    wanted = accumulate_dump(write(tmp_path / "wanted.parquet", rows), {})
+    wanted = accumulate_dump(write_dump(tmp_path / "wanted.parquet", rows), {})
     numbers = {
         name: pytest.approx(value, rel=1e-4, abs=1e-6)
         for name, value in wanted.overall.statistics().items()
     }
     for module in ("formats", "arrays"):
-        monkeypatch.setattr(f"onepolicy.audit.{module}.BLOCK_TOKENS", 20)  # several blocks
+        monkeypatch.setattr(f"onepolicy.record.{module}.BLOCK_TOKENS", 20)  # several blocks
     monkeypatch.setattr(formats, "PARQUET_ENTRIES", 280)  # 136 entries in the longest row
     absent = {"logp_native", "logp_previous", "logp_base", "tokens_rollout"}
     for suffix in SUFFIXES:
         with subtests.test(suffix):
-            found = accumulate_dump(write(tmp_path / f"dump{suffix}", rows), {})
+            found = accumulate_dump(write_dump(tmp_path / f"dump{suffix}", rows), {})
             assert set(found.columns) == set(wanted.columns) == set(COLUMNS) - absent
             assert (found.rows, found.entries, found.mean_length) == (6, 58, 8)
             assert found.overall.statistics() == numbers
             assert found.routes.routers == wanted.routes.routers == 1.0
-            assert found.rewards == {3: (3.0, 6)}
+            assert (found.rewards[3].mean, found.rewards[3].tokens) == (0.5, 6)
             assert found.newest == {3: 4}
     blocks = read_dump(tmp_path / "dump.parquet", {})
     assert [len(block.lengths) for block in blocks] == [2, 2, 2]
@@ -99,7 +73,7 @@ def test_every_format_gives_the_same_numbers(tmp_path, monkeypatch, subtests) ->
 
 def test_the_files_of_a_dump_are_one_after_another(tmp_path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
-        write(tmp_path / name, gaussian_rows(2e-3, rows=3, length=4))
+        write_dump(tmp_path / name, gaussian_rows(2e-3, rows=3, length=4))
     blocks = list(read_dump(tmp_path, {}))
     assert [(block.first_row, block.done) for block in blocks] == [(0, 0.5), (3, 1.0)]
 
@@ -124,7 +98,7 @@ def test_padded_arrays_and_half_precision(tmp_path, subtests) -> None:
 def test_positions_outside_the_mask_may_hold_anything(tmp_path) -> None:
     rows = gaussian_rows(1e-3, rows=2, length=10)
     rows[0]["logp_rollout"][1], rows[0]["logp_trainer"][0] = math.inf, 7.0
-    assert audit(write(tmp_path / "d.jsonl", rows), {}).accumulated.overall.tokens == 16
+    assert audit(write_dump(tmp_path / "d.jsonl", rows), {}).accumulated.overall.tokens == 16
 
 
 def _set(name: str, row: int, entry: int, value: object):
@@ -151,7 +125,7 @@ def test_bad_values(tmp_path, capsys, subtests) -> None:
         with subtests.test(suffix=suffix, parts=parts):
             spoilt = copy.deepcopy(rows)
             change(spoilt)
-            path = write(tmp_path / f"d{suffix}", spoilt)
+            path = write_dump(tmp_path / f"d{suffix}", spoilt)
             assert main(["audit", str(path)]) == 2
             error = capsys.readouterr().err
             assert f"\nonepolicy: {path}: " in error  # after the lines that say what is being done
@@ -166,7 +140,7 @@ def test_wrong_lengths(tmp_path, subtests) -> None:
         rows[67][name].pop()
         said = f"row 67, column {name}: has 11 entries, tokens has 12"
         with subtests.test(suffix=suffix, name=name), pytest.raises(UsageError, match=said):
-            audit(write(tmp_path / f"d{suffix}", rows), {})
+            audit(write_dump(tmp_path / f"d{suffix}", rows), {})
 
 
 def test_missing_empty_and_truncated(tmp_path) -> None:
@@ -181,7 +155,7 @@ def test_missing_empty_and_truncated(tmp_path) -> None:
         with pytest.raises(UsageError, match=f"{name}: .*{fault}"):
             audit(tmp_path / name, {})
     for suffix in SUFFIXES:
-        whole = write(tmp_path / f"whole{suffix}", rows)
+        whole = write_dump(tmp_path / f"whole{suffix}", rows)
         for share in (0.0, 0.3, 0.9):
             cut = tmp_path / f"cut{suffix}"
             cut.write_bytes(whole.read_bytes()[: int(share * whole.stat().st_size)])
@@ -190,7 +164,7 @@ def test_missing_empty_and_truncated(tmp_path) -> None:
         lacking = [{name: v for name, v in row.items() if name != "mask"} for row in rows]
         if suffix != ".parquet":
             with pytest.raises(UsageError, match="column mask is missing; it has"):
-                audit(write(tmp_path / f"lacking{suffix}", lacking), {})
+                audit(write_dump(tmp_path / f"lacking{suffix}", lacking), {})
     three = pa.table({"tokens": [[1]], "mask": [[1]], "logp_rollout": [[-1.0]]})
     none = pq.read_table(tmp_path / "whole.parquet").slice(0, 0)
     for table, fault in (
@@ -374,11 +348,11 @@ def test_a_name_that_is_there_twice_is_refused(tmp_path, subtests) -> None:
     pq.write_table(double, tmp_path / "d.parquet")
     line = json.dumps(rows[0])
     (tmp_path / "d.jsonl").write_text(line[:-1] + ', "mask": [1]}\n')
-    write(tmp_path / "d.npz", rows)
+    write_dump(tmp_path / "d.npz", rows)
     with zipfile.ZipFile(tmp_path / "d.npz", "a") as archive, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         archive.writestr("mask.npy", archive.read("mask.npy"))
-    data = write(tmp_path / "d.safetensors", rows).read_bytes()
+    data = write_dump(tmp_path / "d.safetensors", rows).read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     header = data[8 : 8 + size].rstrip()
     again = header[:-1] + b', "mask":' + json.dumps(json.loads(header)["mask"]).encode() + b"}"
@@ -431,14 +405,14 @@ def test_a_pipe_and_a_device_are_not_waited_for(tmp_path) -> None:
 
 
 def test_a_file_name_that_is_not_utf_8(tmp_path) -> None:
-    path = write(tmp_path / "d.jsonl", gaussian_rows(1e-3, rows=20, length=30))
+    path = write_dump(tmp_path / "d.jsonl", gaussian_rows(1e-3, rows=20, length=30))
     path = path.rename(tmp_path / "d\udc80.jsonl")
     assert main(["audit", str(path), "--out", str(tmp_path / "out")]) == 0
     assert "d\\udc80" in (tmp_path / "out" / "audit.json").read_text()
 
 
 def test_a_column_name_that_is_no_text(tmp_path) -> None:
-    path = write(tmp_path / "d.parquet", gaussian_rows(1e-3, rows=3, length=8))
+    path = write_dump(tmp_path / "d.parquet", gaussian_rows(1e-3, rows=3, length=8))
     path.write_bytes(path.read_bytes().replace(b"tokens", b"\x80okens"))
     with pytest.raises(UsageError, match=r"d\.parquet: not a complete Parquet file"):
         audit(path, {})

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from onepolicy.audit.export import slime, write_step
 from onepolicy.audit.run import audit
-from onepolicy.audit.schema import KNOWN_NAMES, parse_columns
 from onepolicy.cli import main
 from onepolicy.config import UsageError
+from onepolicy.record.export import slime, write_step
+from onepolicy.record.schema import KNOWN_NAMES, parse_columns
 from support.audit_dumps import gaussian_rows, write_jsonl
 
 capability = pytest.mark.capability
@@ -87,7 +87,7 @@ def test_nemo_rl_training_data(tmp_path):
     found = audit(path, names | {"reward": "rewards"}).accumulated
     wanted = audit(write_jsonl(tmp_path / "wanted.jsonl", rows), {}).accumulated
     assert found.overall.statistics() == pytest.approx(wanted.overall.statistics())
-    assert found.rewards == {0: (12.0, 12)}
+    assert (found.rewards[0].mean, found.rewards[0].tokens) == (1.0, 12)
 
 
 def test_sglangs_triples(tmp_path):
@@ -148,7 +148,7 @@ def test_slime_training_dump(tmp_path):
         payload = {"format_version": 2, "rollout_id": rollout, "rank": 0, "dp_shards": [{}]}
         payload["samples"] = list(_samples(10, rollout))
         torch.save(payload, tmp_path / f"{rollout}.pt")
-    with pytest.raises(UsageError, match=r"python -m onepolicy\.audit\.export\.slime"):
+    with pytest.raises(UsageError, match=r"python -m onepolicy\.record\.export\.slime"):
         audit(tmp_path / "0.pt", {})
     assert slime.convert(tmp_path, tmp_path / "out") == 20
     found = audit(tmp_path / "out", {})

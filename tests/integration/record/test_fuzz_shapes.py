@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from onepolicy.audit.read import read_dump
 from onepolicy.audit.report import write_report
 from onepolicy.audit.run import audit, run_audit
 from onepolicy.config import UsageError
 from onepolicy.console import Console
+from onepolicy.record.read import read_dump
 from support.audit_dumps import check_blocks, rewrite
 from support.fuzz import SLOW, Damage, survives
 from support.odd_dumps import FILE_NAMES, MAKERS

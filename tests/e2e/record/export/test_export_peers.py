@@ -48,8 +48,8 @@ def test_trl_live_is_judged_clean(exported, said) -> None:
             assert ours[f"{each}_dlogp"] == pytest.approx(theirs, rel=1e-4)
         theirs = row["sampling/importance_sampling_ratio/mean"]  # which counts it as 1
         assert (191 * ours["mean_rho"] + 1) / 192 == pytest.approx(theirs, rel=1e-5)
-        total, count = found.accumulated.rewards[row["step"] - 1]
-        assert total / count == pytest.approx(row["reward"], rel=1e-5)
+        reward = found.accumulated.rewards[row["step"] - 1].mean
+        assert reward == pytest.approx(row["reward"], rel=1e-5)
 
 
 def test_an_unreported_temperature_of_a_live_trl_run_is_named(exported) -> None:
@@ -62,7 +62,11 @@ def test_verl_container_and_its_metrics(exported, said) -> None:
     found = audit(exported / "verl", {})
     assert set(found.accumulated.columns) >= {"entropy", "version", "reward", "step"}
     assert found.accumulated.newest == {0: 0, 1: 1}
-    assert found.accumulated.rewards == {0: (4.0, 4), 1: (4.0, 4)}
+    rewards = found.accumulated.rewards
+    assert {step: (each.mean, each.tokens) for step, each in rewards.items()} == {
+        0: (1.0, 4),
+        1: (1.0, 4),
+    }
     theirs, ours = said["verl"], found.accumulated.steps[0].statistics()
     assert ours["tokens"] == 12 + 5 + 9 + 12 - 4  # without the tool's token of each row
     names = {

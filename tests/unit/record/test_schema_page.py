@@ -4,7 +4,7 @@ import re
 
 from reference_pages import with_columns
 
-from onepolicy.audit.schema import COLUMNS
+from onepolicy.record.schema import COLUMNS
 from support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "dump_schema.md").read_text(encoding="utf-8")

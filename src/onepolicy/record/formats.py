@@ -14,8 +14,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from onepolicy.audit.arrays import first_line, read_npz, read_pt, read_safetensors
-from onepolicy.audit.schema import (
+from onepolicy.bounded import Message
+from onepolicy.errors import UsageError, short_repr
+from onepolicy.record.arrays import first_line, read_npz, read_pt, read_safetensors
+from onepolicy.record.schema import (
     BLOCK_ROWS,
     COLUMNS,
     FRAMEWORK_KEY,
@@ -30,8 +32,6 @@ from onepolicy.audit.schema import (
     select_columns,
     unique_pairs,
 )
-from onepolicy.bounded import Message
-from onepolicy.errors import UsageError, short_repr
 
 BLOCK_TOKENS = 2**18
 LONGEST_NAME = 100  # of a framework, in the metadata of a file

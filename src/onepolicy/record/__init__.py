@@ -1,0 +1,1 @@
+"""Tokens that two sides scored: one noun, its readers and writers, and its statistics."""
