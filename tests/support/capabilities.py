@@ -13,9 +13,10 @@ from support.paths import ROOT
 PAGE = ROOT / "docs" / "trainers.md"
 START, END = "<!-- capabilities -->", "<!-- end of capabilities -->"
 TRAINERS = {
-    **{"TRL": "trl.md", "verl": "verl.md", "Megatron": "megatron.md", "SkyRL": "skyrl.md"},
-    **{"prime-rl": "prime_rl.md", "slime": "slime_miles.md", "miles": "slime_miles.md"},
-    "OpenRLHF": "openrlhf.md",
+    **{"TRL": "trl.md", "verl": "verl.md", "Megatron": "other_trainers.md#megatron-core"},
+    **{"SkyRL": "other_trainers.md#skyrl", "prime-rl": "other_trainers.md#prime-rl"},
+    **dict.fromkeys(("slime", "miles"), "other_trainers.md#slime-and-miles"),
+    "OpenRLHF": "other_trainers.md#openrlhf",
 }
 CAPABILITIES = ("measured", "fixed corrections", "live corrections", "R3")
 CAPABILITIES += ("detector", "dump", "preflight")
