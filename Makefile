@@ -159,7 +159,7 @@ $(VENV)/.vllm: $(VENV)/.dev requirements-vllm.txt
 vllm: $(VENV)/.vllm ## the rollout engine vLLM for the CPU
 
 site: $(RELEASE)/.ready ## the documentation as a site, into site/
-	NO_MKDOCS_2_WARNING=1 $(RELEASE)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 ONEPOLICY_REPOSITORY="$${GITHUB_REPOSITORY:+$$GITHUB_SERVER_URL/$$GITHUB_REPOSITORY}" $(RELEASE)/bin/mkdocs build --strict
 
 # SGLang pins what clashes with ours, so it gets a venv of its own; on a CPU it starts with the shim of tests/support/sglang_server.
 $(SGLANG)/.ready: tests/support/sglang_server/requirements.txt tests/support/sglang_server/requirements-no-deps.txt

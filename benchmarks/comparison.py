@@ -1,8 +1,8 @@
 """Replay rules of other projects beside ours, on the same tiny models and rollouts:
-docs/comparison.md.
+docs/data/comparison.json.
 
     python benchmarks/comparison.py            # prints the tables
-    python benchmarks/comparison.py --write    # and writes them into docs/comparison.md
+    python benchmarks/comparison.py --write    # and writes them into docs/data/comparison.json
 
 Every rule is our own few lines from the project's source or paper. No other project is run or
 copied.
@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from doc_tables import Number, replace_rows, write_page
+from doc_tables import Number, replace_rows
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -261,7 +261,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--write", action="store_true", help="replace the tables in docs/comparison.md"
+        "--write", action="store_true", help="replace the tables in docs/data/comparison.json"
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -269,8 +269,6 @@ def main() -> None:
         print(f"\n{table_id}: {', '.join(MODELS)}", *map(" | ".join, rows), sep="\n")
         if args.write:
             replace_rows("comparison", table_id, rows)
-    if args.write:
-        write_page("comparison")
 
 
 if __name__ == "__main__":

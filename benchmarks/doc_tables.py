@@ -1,28 +1,26 @@
-"""Write the tables of the Evidence pages and of the README from docs/data/*.json.
+"""Write the tables of the pages and of the README from docs/data/*.json; a test compares them.
 
-python benchmarks/doc_tables.py            # every page; a test compares them
-python benchmarks/doc_tables.py gym        # one page
+python benchmarks/doc_tables.py
 
-A page has a pair of comments where a table belongs:
+A page has a pair of comments where a table of docs/data/SET.json belongs:
 
-    <!-- table: ID -->
+    <!-- table: SET/ID -->
     <!-- end -->
 
-docs/data/PAGE.json has for each: `claim`, the sentence above it; `columns`, with units; `rows`;
-`commands`, which made it; `measured`, the machine. A row has a cell for every column: a text, a
-number, null for nothing, or a number that another table has:
+The file has for each: `claim`, the sentence above it; `columns`, with units; `rows`; `commands`,
+which made it; `measured`, the machine; `"printed": false` if no page prints it. A row has a cell
+for every column: a text, a number, null for nothing, or a number that another table has:
 
-    {"table": "PAGE/ID", "row": FIRST_CELL or [FIRST_CELLS], "column": NAME}
-    {"table": "PAGE/ID", "of": "lowest" or "highest", "column": NAME}
+    {"table": "SET/ID", "row": FIRST_CELL or [FIRST_CELLS], "column": NAME}
+    {"table": "SET/ID", "of": "lowest" or "highest", "column": NAME}
 
-A claim or a text names such a number as {PAGE/ID: FIRST_CELL: NAME}; FIRST_CELL may be several, as
+A claim or a text names such a number as {SET/ID: FIRST_CELL: NAME}; FIRST_CELL may be several, as
 `fresh & r3`. In place of `rows`, `from` names a table whose rows they are, in columns of the same
 name or of `value`; `study` computes them from benchmarks/evidence/runs.jsonl.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import json
@@ -34,10 +32,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data"
-BLOCK = re.compile(r"<!-- table: ([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- table: ([\w/-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NAMED = re.compile(r"\{([\w/-]+): ([^:{}]+): ([^:{}]+)\}")
 WIDTH = 130
-KEYS = {"id", "claim", "columns", "rows", "from", "study", "commands", "measured"}
+KEYS = {"id", "claim", "columns", "rows", "from", "study", "commands", "measured", "printed"}
 COLUMN_KEYS = {"name", "unit", "signed", "value"}
 TEXTS = {"study", "arm", "against"}
 """Values of a study that are no numbers."""
@@ -50,46 +48,39 @@ class Number(str):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("pages", nargs="*", default=pages(), metavar="PAGE")
-    for name in parser.parse_args().pages:
-        write_page(name)
+    for path in pages():
+        write_page(path)
 
 
-def write_page(name: str) -> None:
+def write_page(path: Path) -> None:
     """Write the tables into a page, where they differ."""
-    path = file_of(name)
     before = path.read_text(encoding="utf-8")
-    after = written(name, before)
+    after = written(before)
     if after != before:
         path.write_text(after, encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")
 
 
-def pages() -> list[str]:
-    """Return the names of the pages that have data."""
+def pages() -> list[Path]:
+    """Return the files that may have tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def sets() -> list[str]:
+    """Return the names of the files of docs/data."""
     return sorted(path.stem for path in DATA.glob("*.json"))
-
-
-def file_of(name: str) -> Path:
-    """Return the file of a page."""
-    if name == "README":
-        return ROOT / "README.md"
-    return ROOT / "docs" / f"{name}.md"
 
 
 @functools.cache
 def tables(name: str) -> dict[str, Table]:
-    """Return the tables of a page by their ids, numbers with their digits."""
+    """Return the tables of a set by their ids, numbers with their digits."""
     text = (DATA / f"{name}.json").read_text(encoding="utf-8")
     found = json.loads(text, parse_float=Number, parse_int=Number)
     return {table["id"]: table for table in found}
 
 
 def replace_rows(name: str, table_id: str, rows: list[list[Any]]) -> None:
-    """Write other rows into a page's data. A number is given as it shall be printed: Number."""
+    """Write other rows into a set's data. A number is given as it shall be printed: Number."""
     found = tables(name)
     found[table_id]["rows"] = rows
     (DATA / f"{name}.json").write_text(source(list(found.values())), encoding="utf-8")
@@ -121,21 +112,21 @@ def compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def written(name: str, text: str) -> str:
-    """Return the page's text with every table as its data has it."""
-    return BLOCK.sub(lambda match: block(name, match.group(1)), text)
+def written(text: str) -> str:
+    """Return a page's text with every table as its data has it."""
+    return BLOCK.sub(lambda match: block(match.group(1)), text)
 
 
-def block(name: str, table_id: str) -> str:
+def block(table_name: str) -> str:
     """Return one table with its claim above and its commands below."""
-    table = tables(name)[table_id]
+    table = other(table_name)
     head = [heading(column) for column in table["columns"]]
     lines = [head, ["---"] * len(head), *cells(table)]
     claim = NAMED.sub(lambda match: printed(named(*match.groups())), table["claim"])
     parts = [wrapped(claim), "".join(f"| {' | '.join(line)} |\n" for line in lines)]
     parts.append(wrapped(". ".join(origin(table))))
     body = "\n".join(part for part in parts if part)
-    return f"<!-- table: {table_id} -->\n{body}<!-- end -->"
+    return f"<!-- table: {table_name} -->\n{body}<!-- end -->"
 
 
 def origin(table: Table) -> list[str]:
@@ -213,8 +204,8 @@ def cells_of(table_name: str, column: str) -> list[Any]:
 
 
 def other(table_name: str) -> Table:
-    page, _, table_id = table_name.partition("/")
-    return tables(page)[table_id]
+    set_name, _, table_id = table_name.partition("/")
+    return tables(set_name)[table_id]
 
 
 def printed(cell: Any, signed: bool = False) -> str:

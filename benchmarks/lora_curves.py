@@ -84,7 +84,7 @@ def main() -> None:
     from lora_curve_tables import write_figure, write_page
 
     lines = finished_runs(RESULTS)
-    write_page(lines, ROOT / "docs" / "lora_measured.md")
+    write_page(lines, ROOT / "docs" / "measured.md")
     write_figure(lines, ROOT / "docs" / "figures", png=options.png)
 
 

@@ -105,8 +105,8 @@ def renamed(table: Table, **names: str) -> Table:
 
 
 def write_own_problems(folder: Path) -> None:
-    """Write problems.jsonl and own.toml as docs/tasks.md prints them."""
-    text = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    """Write problems.jsonl and own.toml as docs/training.md prints them."""
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     [problems] = re.findall(r"^```json\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     recipe = re.findall(r"^```toml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[0]
     (folder / "problems.jsonl").write_text(problems)

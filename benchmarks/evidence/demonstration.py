@@ -48,12 +48,12 @@ def main() -> None:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         rows_of = tables(found)
     sys.path.insert(0, str(FOLDER.parent))
-    from doc_tables import Number, replace_rows, write_page
+    from doc_tables import Number, pages, replace_rows, write_page
 
     rows_of["real-steps"] = steps_table(read_steps())
     for name, rows in rows_of.items():
         replace_rows("evidence", name, [[Number(cell) for cell in row] for row in rows])
-    for page in ("evidence", "results", "README"):
+    for page in pages():
         write_page(page)
 
 

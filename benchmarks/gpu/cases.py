@@ -12,7 +12,7 @@ from gpu.tests import case_of
 GPU_TESTS = "tests/integration/gpu/"
 CASES = (
     Case("smoke", smoke.main, 90),
-    # What was read to break, in that order (docs/gpu_state.md).
+    # What was read to break, in that order (docs/measured.md).
     Case("room", case_of(GPU_TESTS + "test_room.py"), 60),  # B3
     Case("attention kernels", case_of(GPU_TESTS + "test_attention_kernels.py"), 60, alone=False),
     Case("whole steps", case_of(GPU_TESTS + "test_steps.py"), 110, alone=False),

@@ -1,4 +1,4 @@
-"""What the embedded engine does slowly on paper: rows P6, P8, P9 and P12 of docs/gpu_state.md.
+"""What the embedded engine does slowly on paper: rows P6, P8, P9 and P12 of docs/measured.md.
 
 A decode step of 4 layers of Qwen3-30B-A3B with quantised weights beside bfloat16; one of 4 layers
 in DeepSeek-V2-Lite's shapes, with few and many cached tokens; the first token after a prompt of

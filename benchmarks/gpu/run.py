@@ -7,7 +7,7 @@
     python benchmarks/gpu/run.py --list
 
 Every result is a line of OUT/results.jsonl when it is known; what programs print beside it is in
-OUT/log.txt. docs/gpu.md says what each case shows.
+OUT/log.txt. cases.py has the cases in their order.
 """
 
 from __future__ import annotations

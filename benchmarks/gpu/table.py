@@ -1,4 +1,4 @@
-"""Write into docs/gpu_state.md what leases of a GPU have answered: a row for every row of the page.
+"""Write into docs/measured.md what leases of a GPU have answered: a row for every row of the page.
 
     python benchmarks/gpu/table.py                    # from benchmarks/gpu/h100.jsonl
     python benchmarks/gpu/table.py OUT/results.jsonl  # print it for other results
@@ -21,7 +21,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from gpu.lease import parsed  # noqa: E402
 
-PAGE, RESULTS = ROOT / "docs" / "gpu_state.md", ROOT / "benchmarks" / "gpu" / "h100.jsonl"
+PAGE, RESULTS = ROOT / "docs" / "measured.md", ROOT / "benchmarks" / "gpu" / "h100.jsonl"
 BEGIN = "<!-- lease: written by benchmarks/gpu/table.py -->\n"
 END = "<!-- end of lease -->"
 Rows = Sequence[dict[str, Any]]

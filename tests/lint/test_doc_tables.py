@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import doc_tables
@@ -22,13 +23,20 @@ EVIDENCE = [
 WRITTEN = re.compile(r"<!-- [\w ]+: written by .*?<!-- end of ", re.DOTALL)
 """A table that another script writes from data in the tree, and another test compares."""
 NUMBER = r"[-+~<>]{0,2}\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
-pages = pytest.mark.parametrize("page", doc_tables.pages())
+sets = pytest.mark.parametrize("name", doc_tables.sets())
+PRINTED = "".join(path.read_text(encoding="utf-8") for path in doc_tables.pages())
 
 
 @functools.cache
-def values_of(page: str) -> dict[str, list[list[Any]]]:
-    """Return the cells of every table of a page by the table's id."""
-    return {name: doc_tables.values(table) for name, table in doc_tables.tables(page).items()}
+def values_of(name: str) -> dict[str, list[list[Any]]]:
+    """Return the cells of every table of a set by the table's id."""
+    return {at: doc_tables.values(table) for at, table in doc_tables.tables(name).items()}
+
+
+def text_of(page: str) -> str:
+    """Return the text of README or of a page of docs."""
+    path = ROOT / "README.md" if page == "README" else ROOT / "docs" / f"{page}.md"
+    return path.read_text(encoding="utf-8")
 
 
 def texts_in(rows: list[list[Any]]) -> list[str]:
@@ -89,31 +97,36 @@ def test_what_counts_as_several_numbers() -> None:
         assert not has_several_numbers(cell), cell
 
 
-@pages
-def test_the_page_has_the_tables_of_its_data(page: str) -> None:
-    text = doc_tables.file_of(page).read_text(encoding="utf-8")
-    assert text == doc_tables.written(page, text), "run: python benchmarks/doc_tables.py"
-    found = re.findall(r"<!-- table: (\S+) -->", text)
-    assert sorted(found) == sorted(doc_tables.tables(page))
+@pytest.mark.parametrize("path", doc_tables.pages(), ids=lambda path: path.stem)
+def test_the_page_has_the_tables_of_its_data(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text == doc_tables.written(text), "run: python benchmarks/doc_tables.py"
+
+
+@sets
+def test_a_table_is_on_one_page_or_says_that_it_is_on_none(name: str) -> None:
+    for table_id, table in doc_tables.tables(name).items():
+        found = PRINTED.count(f"<!-- table: {name}/{table_id} -->")
+        assert found == table.get("printed", True), table_id
 
 
 @pytest.mark.parametrize("page", ["README", *sorted(EVIDENCE)])
 def test_numbers_of_evidence_stand_in_such_tables(page: str) -> None:
-    text = doc_tables.file_of(page).read_text(encoding="utf-8")
+    text = text_of(page)
     cells = table_cells(WRITTEN.sub("", doc_tables.BLOCK.sub("", text)))
     assert [cell for cell in cells if has_measured_numbers(cell)] == []
 
 
-@pages
-def test_a_cell_has_one_number(page: str) -> None:
-    for table_id, rows in values_of(page).items():
+@sets
+def test_a_cell_has_one_number(name: str) -> None:
+    for table_id, rows in values_of(name).items():
         assert list(filter(has_several_numbers, texts_in(rows))) == [], table_id
 
 
-@pages
-def test_a_column_is_of_numbers_or_of_texts(page: str) -> None:
-    for table_id, rows in values_of(page).items():
-        columns = doc_tables.tables(page)[table_id]["columns"]
+@sets
+def test_a_column_is_of_numbers_or_of_texts(name: str) -> None:
+    for table_id, rows in values_of(name).items():
+        columns = doc_tables.tables(name)[table_id]["columns"]
         for column, cells in zip(columns, zip(*rows, strict=True), strict=True):
             assert len({type(cell) for cell in cells if cell is not None}) <= 1, (table_id, column)
             if "unit" in column or "signed" in column:
@@ -121,13 +134,13 @@ def test_a_column_is_of_numbers_or_of_texts(page: str) -> None:
                 assert all(numbers), (table_id, column)
 
 
-@pages
-def test_a_table_says_what_it_shows_and_which_command_made_it(page: str) -> None:
-    for table_id, table in doc_tables.tables(page).items():
+@sets
+def test_a_table_says_what_it_shows_and_which_command_made_it(name: str) -> None:
+    for table_id, table in doc_tables.tables(name).items():
         assert set(table) <= doc_tables.KEYS, table_id
         assert all(set(column) <= doc_tables.COLUMN_KEYS for column in table["columns"]), table_id
         names = {column["name"] for column in table["columns"]}
-        if page != "README":  # docs/results.md has the commands of its numbers
+        if name != "README":  # docs/results.md has the commands of its numbers
             assert table.get("commands") or names & {"command", "test"}, table_id
             assert re.match(r"\*\*.+\*\*", table["claim"]), table_id
 
@@ -138,13 +151,13 @@ def test_the_readme_has_five_rows() -> None:
 
 def test_the_readme_types_no_result_of_the_study() -> None:
     """Its p-values and counts of runs stand in the claim, as references to the study's tables."""
-    text = doc_tables.file_of("README").read_text(encoding="utf-8")
+    text = text_of("README")
     found = r"\bp = \d|\d+ fail\b|with replay \d"
     typed = re.sub(r"!\[.*?\]", "", doc_tables.BLOCK.sub("", text))  # but for a picture's text
     assert re.findall(found, typed) == []
     claim = doc_tables.tables("README")["results"]["claim"]
     assert re.findall(found, claim) == []
-    assert len(re.findall(found, doc_tables.block("README", "results"))) > 5
+    assert len(re.findall(found, " ".join(doc_tables.block("README/results").split()))) > 5
 
 
 def test_the_readme_counts_the_seeds_of_the_demonstration() -> None:
@@ -164,7 +177,7 @@ def test_the_readme_counts_the_seeds_of_the_demonstration() -> None:
         f"replay earned more on {more} of {len(rows)} seeds, less on {less}; held-out accuracy "
         f"ended lower on {lower}."
     )
-    readme = " ".join(doc_tables.file_of("README").read_text(encoding="utf-8").split())
+    readme = " ".join(text_of("README").split())
     assert said in readme
 
 
@@ -192,25 +205,26 @@ def missing_numbers(verdict: str, tables: str) -> list[str]:
 
 
 def test_the_verdicts_of_the_evidence_have_their_numbers_in_tables() -> None:
-    text = doc_tables.file_of("evidence").read_text(encoding="utf-8")
+    text = text_of("evidence")
     sections = tables_by_section(text)
+    appendix = tables_by_section(text_of("evidence_tables"))
     head = text.index("| claim | verdict |")
     rows = text[head : text.index("\n\n", head)].splitlines()[2:]
     assert len(rows) > 20
     for row in rows:
         _, verdict, where = (cell.strip() for cell in row.strip("|").split("|"))
-        anchors = re.findall(r"\(#([\w-]+)\)", where) or list(sections)
-        tables = "\n".join(sections[anchor] for anchor in anchors)
+        anchors = re.findall(r"#([\w-]+)\)", where) or [*sections, *appendix]
+        tables = "\n".join(each.get(at, "") for at in anchors for each in (sections, appendix))
         assert missing_numbers(verdict, tables) == [], row
     assert missing_numbers("0.245 lower on 97% of 12", "| 0.245 | 0.97 | 120 |") == ["12"]
 
 
-@pages
-def test_the_data_are_plain_json_with_a_row_a_line(page: str) -> None:
-    text = (doc_tables.DATA / f"{page}.json").read_text(encoding="utf-8")
+@sets
+def test_the_data_are_plain_json_with_a_row_a_line(name: str) -> None:
+    text = (doc_tables.DATA / f"{name}.json").read_text(encoding="utf-8")
     found = json.loads(text)
     assert len({table["id"] for table in found}) == len(found)
-    assert text == doc_tables.source(list(doc_tables.tables(page).values()))
+    assert text == doc_tables.source(list(doc_tables.tables(name).values()))
 
 
 def test_a_number_keeps_its_digits() -> None:

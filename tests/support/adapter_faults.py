@@ -3,7 +3,7 @@ is named.
 
 `PYTHONPATH=src:tests python -m support.adapter_faults` plants them on a policy of the tree in the
 engines it is given (all that run here), writes what came out to adapter_faults.json beside this
-file, and the table into docs/lora_measured.md. Nothing is trained: an update adds noise to the
+file, and the table into docs/measured.md. Nothing is trained: an update adds noise to the
 adapter.
 """
 
@@ -239,11 +239,14 @@ def planted(policy, kind, sync, fault, **engine):
 
 
 def table(entries):
-    """Return the rows of docs/lora_measured.md."""
+    """Return the rows of docs/measured.md."""
     found = ["| engine | sync | planted | named before step: by |", "|---|---|---|---|"]
+    faults = {}
     for e in entries:
         cells = "; ".join(f"{step + 1}: {words}" for step, words in e["named"])
-        found.append(f"| {e['engine']} | {e['sync']} | {e['fault']} | {cells} |")
+        faults.setdefault((e["engine"], e["sync"], cells), []).append(e["fault"])
+    for (engine, sync, cells), named in faults.items():
+        found.append(f"| {engine} | {sync} | {', '.join(named)} | {cells} |")
     return found
 
 
@@ -254,13 +257,15 @@ def write_table(entries):
     PAGE.write_text("\n".join([before + BEGIN, *table(entries), END + after]))
 
 
-PAGE = ROOT / "docs" / "lora_measured.md"
+PAGE = ROOT / "docs" / "measured.md"
 RESULTS = Path(__file__).with_suffix(".json")
 POLICY = ROOT / "benchmarks" / "evidence" / "policies" / "one-of-8"
 BEGIN = "<!-- planted failures: written by support.adapter_faults -->"
 END = "<!-- end of the planted failures -->"
 VLLM = {"kv_cache_gib": 0.25, "block_size": 32}
 ENGINES, SYNCS = ("hf", "vllm", "vllm-server"), ("merged", "native")
+SGLANG = "sglang"
+"""Its entries are in float32; tests/e2e/rollout/sglang/test_lora.py plays them."""
 
 
 def entries_there():
@@ -271,7 +276,8 @@ def entries_there():
 
 
 def write(entries):
-    entries.sort(key=lambda e: (ENGINES.index(e["engine"]), SYNCS.index(e["sync"])))
+    order = (*ENGINES, SGLANG)
+    entries.sort(key=lambda e: (order.index(e["engine"]), SYNCS.index(e["sync"])))
     lines = ",\n".join(f" {json.dumps(entry)}" for entry in entries)
     RESULTS.write_text(f"[\n{lines}\n]\n")
     write_table(entries)

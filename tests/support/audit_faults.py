@@ -672,8 +672,9 @@ def outcomes(seeds: range) -> dict[str, list[Outcome]]:
 
 
 def table(found: dict[str, list[Outcome]]) -> str:
-    """Return Markdown: the audit's verdict on each fault, and how often the cause is right."""
-    lines = ["| fault | verdict | causes named | right cause |", "|---|---|---|---|"]
+    """Return Markdown: the faults that get one answer, and how often its cause is right."""
+    lines = ["| faults | verdict | causes named | right cause |", "|---|---|---|---|"]
+    alike: dict[str, list[str]] = {}
     for name, outcomes in found.items():
         actions = collections.Counter(action for action, _, _ in outcomes)
         named = collections.Counter(cause for _, causes, _ in outcomes for cause in causes)
@@ -682,7 +683,8 @@ def table(found: dict[str, list[Outcome]]) -> str:
         share = f"{right} of {len(outcomes)}" if wanted else "no mark names it"
         both = (actions, named)
         said, causes = (", ".join(key for key, _ in each.most_common()) for each in both)
-        lines.append(f"| {name} | {said} | {causes} | {share} |")
+        alike.setdefault(f"{said} | {causes} | {share}", []).append(name)
+    lines += [f"| {'; '.join(names)} | {answer} |" for answer, names in alike.items()]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The table of trainers and capabilities in docs/trainers.md, from the tests that show them.
+"""The tables of trainers and capabilities in docs/trainers.md and README, from the tests.
 
 A test says so with `@capability("miles", "R3", how="contract")`, where `capability` is
 `pytest.mark.capability`. `PYTHONPATH=tests python -m support.capabilities` writes the table anew.
@@ -10,12 +10,15 @@ import ast
 
 from support.paths import ROOT
 
-PAGE = ROOT / "docs" / "trainers.md"
+PAGE, README = ROOT / "docs" / "trainers.md", ROOT / "README.md"
+SHORT = ("measured", "fixed corrections", "R3")
+"""Those of the README."""
 START, END = "<!-- capabilities -->", "<!-- end of capabilities -->"
 TRAINERS = {
-    **{"TRL": "trl.md", "verl": "verl.md", "Megatron": "megatron.md", "SkyRL": "skyrl.md"},
-    **{"prime-rl": "prime_rl.md", "slime": "slime_miles.md", "miles": "slime_miles.md"},
-    "OpenRLHF": "openrlhf.md",
+    **{"TRL": "trl.md", "verl": "verl.md", "Megatron": "other_trainers.md#megatron-core"},
+    **{"SkyRL": "other_trainers.md#skyrl", "prime-rl": "other_trainers.md#prime-rl"},
+    **dict.fromkeys(("slime", "miles"), "other_trainers.md#slime-and-miles"),
+    "OpenRLHF": "other_trainers.md#openrlhf",
 }
 CAPABILITIES = ("measured", "fixed corrections", "live corrections", "R3")
 CAPABILITIES += ("detector", "dump", "preflight")
@@ -50,14 +53,14 @@ def _mark(decorator):
     return trainer, name, how
 
 
-def table():
-    """Return the lines of the table."""
+def table(capabilities=CAPABILITIES, folder=""):
+    """Return the lines of the table. `folder`: where the trainers' pages are."""
     known = set(marks())
-    lines = [f"| trainer | {' | '.join(CAPABILITIES)} |", "|---" * (len(CAPABILITIES) + 1) + "|"]
+    lines = [f"| trainer | {' | '.join(capabilities)} |", "|---" * (len(capabilities) + 1) + "|"]
     for trainer, page in TRAINERS.items():
-        cells = [_cell(known, trainer, name) for name in CAPABILITIES]
+        cells = [_cell(known, trainer, name) for name in capabilities]
         if any(cell in HOW for cell in cells):
-            lines.append(f"| [{trainer}]({page}) | " + " | ".join(cells) + " |")
+            lines.append(f"| [{trainer}]({folder}{page}) | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -70,11 +73,20 @@ def _cell(known, trainer, name):
 
 def page():
     """Return docs/trainers.md with the table of now."""
-    text = PAGE.read_text(encoding="utf-8")
-    head, _, rest = text.partition(START)
+    return _written(PAGE, table())
+
+
+def readme():
+    """Return README with its shorter table of now."""
+    return _written(README, table(SHORT, "docs/"))
+
+
+def _written(path, lines):
+    head, _, rest = path.read_text(encoding="utf-8").partition(START)
     _, _, tail = rest.partition(END)
-    return "\n".join([head + START, *table(), END + tail])
+    return "\n".join([head + START, *lines, END + tail])
 
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    README.write_text(readme(), encoding="utf-8")

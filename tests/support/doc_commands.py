@@ -16,6 +16,8 @@ PROGRAMS += ("trl", "examples/verl_ppo.sh")
 ENVIRONMENT = re.compile(r"^[A-Z_]+=\S* ")
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 SHELL = ("", "bash", "sh")
+OPTIONS = ("measure.md", "audit.md")
+"""Pages of the reference whose commands are executed as those of a guide are."""
 
 
 class Command(NamedTuple):
@@ -68,11 +70,11 @@ def split(line: str) -> list[str]:
 
 
 def guides() -> set[str]:
-    """Return the names of the README and of the guides in the site's menu."""
+    """Return the names of the README, of the guides in the site's menu, and of OPTIONS."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     menu = yaml.safe_load(text[text.index("\nnav:\n") :])["nav"]
     [parts] = [part["Guides"] for part in menu if isinstance(part, dict) and "Guides" in part]
-    return {"README.md", *re.findall(r"[\w/]+\.md", str(parts))}
+    return {"README.md", *OPTIONS, *re.findall(r"[\w/]+\.md", str(parts))}
 
 
 def commands_of_guides() -> dict[tuple[str, ...], list[str]]:

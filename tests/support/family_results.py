@@ -238,17 +238,17 @@ on the CPU: 3 x 7 tokens, 8 experts, routers and selection biases perturbed. Two
 with the stock experts function; bf16 with the eager loop over experts and the setting behind the
 semicolon.
 
-**Own routes**: the routes that a forward recorded are replayed. Are the logits and the gradients of
-all parameters the same bits, also with activation checkpointing? **Random routes**: random valid
-routes are replayed. Are they the input of the module that computes the experts, with weights other
-than 0, and does every router get a gradient?
+For whoever asks if their model can be replayed. **Own routes**: the routes that a forward recorded
+are replayed; *bit-equal*: the logits and the gradients of all parameters are the same bits, also
+with activation checkpointing. **Random routes**: random valid routes are replayed; *used*: they are
+the input of the module that computes the experts, with weights other than 0, and every router gets
+a gradient.
 
 Written by `PYTHONPATH=tests python -m support.family_results`.
 `tests/integration/replay/test_families.py` measures it again and compares.
 
-| model type | weights from | MoE layers | own: logits | gradients | checkpointed \
-| random: used | not 0 | note |
-|---|---|---|---|---|---|---|---|---|
+| model type | weights from | MoE layers | own routes | random routes | note |
+|---|---|---|---|---|---|
 """
 _FOOT = """
 ## Refused by `bind_routers`
@@ -282,13 +282,11 @@ def row(family: Family) -> str:
         f"`{family.model_type}`",
         family.scoring + "".join(f"; `{name}={value}`" for name, value in family.second.items()),
         f"{', '.join(map(str, first.layers))} of {family.config().num_hidden_layers}",
-        _bits(r.logits for r in results),
-        _bits(not r.changed for r in results),
-        "not in transformers"
-        if first.recomputed is None
-        else _bits(not r.recomputed for r in results),
-        "yes" if all(r.reached and r.moved for r in results) else "NO",
-        "yes" if all(r.weighed and r.router_grad for r in results) else "NO",
+        _bits(r.logits and not r.changed and not r.recomputed for r in results)
+        + ("; no checkpointing in transformers" if first.recomputed is None else ""),
+        "used"
+        if all(r.reached and r.moved and r.weighed and r.router_grad for r in results)
+        else "NO",
         family.note,
     ]
     return "| " + " | ".join(cells) + " |"

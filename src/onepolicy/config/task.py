@@ -52,11 +52,11 @@ class GymTask(Frozen):
 
 
 class JsonlTask(Frozen):
-    """Lines of {"prompt": ..., "answer": ...}. docs/tasks.md has an example."""
+    """Lines of {"prompt": ..., "answer": ...}. docs/training.md has an example."""
 
     kind: Literal["jsonl"] = "jsonl"
     """Lines of {"prompt": ..., "answer": ...}; the answer is a string or a number
-    (docs/tasks.md)."""
+    (docs/training.md)."""
     path: str
     """JSONL file of problems."""
     held_out_path: str | None = None

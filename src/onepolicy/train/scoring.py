@@ -2,7 +2,7 @@
 
 `ScoringFirst` is the usual one. The others leave its forward out: `BypassScoring` because the
 correction does not ask for the old policy, `EqualScoring` because the rollout was the old policy to
-the bit. What they score in the update is checked before its first optimiser step.
+the bit. Their scores in the update are checked before its first optimiser step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ScoringFirst:
         self._graphs: dict[tuple[int, ...], tuple[Scored, list[Tensor]]] = {}
         """Scores and `Measured.replaced` of a forward, by the samples of its micro-batch."""
         self.require: Callable[[TokenBatch], None] | None = None
-        """Raises if what an update scored is not as it must be; called before its optimiser."""
+        """Raises if the scores of an update are not as they must be; called before its optimiser."""
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields of the old policy, if it is scored before the update."""

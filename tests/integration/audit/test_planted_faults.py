@@ -3,6 +3,8 @@ one."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -206,5 +208,6 @@ def test_the_table_of_faults_is_that_of_the_docs() -> None:
 
 
 def test_the_docs_name_every_fault() -> None:
-    text = DOCS.read_text(encoding="utf-8")
-    assert not [name for name in FAULTS if f"| {name} |" not in text]
+    rows = re.findall(r"^\| (.*?) \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    named = {name for row in rows for name in row.split("; ")}
+    assert not set(FAULTS) - named

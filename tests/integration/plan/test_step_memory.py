@@ -14,7 +14,7 @@ from onepolicy.train.dry_run import MicroBatchShape, PeakMemory, _fake_batch, _s
 from onepolicy.train.fake_kernels import kernel_stand_ins
 from onepolicy.train.forward import forward
 
-MARGIN = 0.03  # docs/plan_accuracy.md: off by at most 2.3%
+MARGIN = 0.03  # docs/measured.md: off by at most 2.3%
 PROMPT, RESPONSE = 512, 1536
 SHAPES = {
     "dense": (Qwen3Config(**QWEN3_06B), 8),

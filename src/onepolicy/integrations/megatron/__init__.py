@@ -1,4 +1,4 @@
-"""Record and replay the experts of Megatron-core models (docs/megatron.md).
+"""Record and replay the experts of Megatron-core models (docs/other_trainers.md).
 
     import onepolicy.integrations.megatron as op_megatron
 

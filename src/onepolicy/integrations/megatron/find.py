@@ -42,7 +42,7 @@ def megatron_classes() -> MegatronClasses:
     except ImportError as error:
         raise UsageError(
             f"onepolicy.integrations.megatron needs megatron-core 0.16 or newer ({error}); "
-            "docs/megatron.md names the versions that were run"
+            "docs/other_trainers.md names the versions that were run"
         ) from None
     heads = MultiTokenPredictionBlock, MultiTokenPredictionLayer
     return MegatronClasses(BaseMoELayer, TopKRouter, heads, CheckpointFunction)

@@ -1,4 +1,4 @@
-"""onepolicy in miles (August 2026). docs/slime_miles.md is the guide.
+"""onepolicy in miles (August 2026). docs/other_trainers.md is the guide.
 
 miles takes functions by path: `tis` for its TIS hook, `check_samples` for its hook on finished
 rollouts. `setup` brings routing replay of every transformers family to its FSDP backend; it is a

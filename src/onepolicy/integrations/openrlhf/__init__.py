@@ -1,4 +1,4 @@
-"""onepolicy in OpenRLHF (0.11.2). docs/openrlhf.md is the guide.
+"""onepolicy in OpenRLHF (0.11.2). docs/other_trainers.md is the guide.
 
 OpenRLHF's trainer lives in Ray actors and has no registry, so `setup` runs in every worker process
 and extends four of its classes once they are imported. It loads nothing by itself.

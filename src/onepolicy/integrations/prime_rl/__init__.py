@@ -1,4 +1,4 @@
-"""onepolicy in prime-rl (0.8, August 2026). docs/prime_rl.md is the guide.
+"""onepolicy in prime-rl (0.8, August 2026). docs/other_trainers.md is the guide.
 
     [trainer.loss]
     type = "custom"

@@ -1,4 +1,4 @@
-"""onepolicy in SkyRL (0.4.0). docs/skyrl.md is the guide.
+"""onepolicy in SkyRL (0.4.0). docs/other_trainers.md is the guide.
 
 import onepolicy.integrations.skyrl as op_skyrl
 

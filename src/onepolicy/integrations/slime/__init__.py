@@ -1,4 +1,4 @@
-"""onepolicy in slime (0.3.1, August 2026). docs/slime_miles.md is the guide.
+"""onepolicy in slime (0.3.1, August 2026). docs/other_trainers.md is the guide.
 
 slime takes functions by path: `step` for its whole-step hook, `tis` for its TIS hook,
 `check_samples` for its hook on finished rollouts. Settings are a table `onepolicy` in the file of

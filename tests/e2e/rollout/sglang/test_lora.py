@@ -16,9 +16,8 @@ from onepolicy.models.load import load_model
 from onepolicy.run.step import push_and_check
 from onepolicy.train.checkpoint import checkpoint_folder
 from onepolicy.types import Sampling
-from support.adapter_faults import FAULTS, first_seen, planted, settings, table, update
+from support.adapter_faults import FAULTS, entries_there, first_seen, planted, settings, update
 from support.metrics import rows as metrics_of
-from support.paths import ROOT
 from support.sglang_live import ADAPTERS, prompts, recipe, serving
 
 pytestmark = [
@@ -66,13 +65,10 @@ def test_an_adapter_arrives_after_every_update(server, folders, sync):
 
 
 def test_the_table_of_planted_failures(server, folders, subtests):
-    lines = (ROOT / "docs" / "lora_measured.md").read_text().splitlines()
     for sync, fault in product(("merged", "native"), FAULTS):
         with subtests.test(fault, sync=sync):
-            start = f"| sglang | {sync} | {fault} | "
-            documented = [line for line in lines if line.startswith(start)]
             found = planted(folders[0], "sglang", sync, fault, dtype="float32", url=server)
-            assert table([found])[2:] == documented
+            assert found in entries_there()
 
 
 def test_a_name_that_the_server_never_had_is_refused(server, folders):

@@ -190,7 +190,7 @@ def test_warmup_examples_and_alphabet(tmp_path):
 
 
 def test_the_page_on_tasks_has_a_working_example_and_every_setting(tmp_path, monkeypatch):
-    page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     lines, recipe = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("json", "toml"))
     monkeypatch.chdir(tmp_path)
     Path("problems.jsonl").write_text(lines)
