@@ -149,9 +149,12 @@ def _over_steps(results: Sequence[AuditResult], looks: Sequence[Look]) -> list[F
     if any(value for each in f2 for value in each.y):
         note = "Share of tokens off by more than a factor of 2."
         most = number(max(value for each in f2 for value in each.y), share=True)
-        title, shown = f"F(2) is up to {most} of a step's tokens", {"marks": marks, "width": "half"}
-        limits = steps.F2_LIMITS
-        drawn.append(steps.over_steps("f2", title, note, f2, "F(2)", limits=limits, **shown))
+        title, limits = f"F(2) is up to {most} of a step's tokens", steps.F2_LIMITS
+        drawn.append(
+            steps.over_steps(
+                "f2", title, note, f2, "F(2)", limits=limits, marks=marks, width="half"
+            )
+        )
     else:
         drawn.append(Absent("f2", NO_EXTREMES))
     return [*drawn, _reward(results, looks, marks)]

@@ -257,7 +257,7 @@ def waterfall_rows(tree: Tree) -> list[tuple[str, ...]]:
 
 def alone_rows(tree: Tree) -> list[tuple[str, ...]]:
     """Return the rows under ALONE_HEADER."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, each, how in noise_rows(tree):
         ends = DASH if each["low"] == each["high"] else interval(each)
         rows.append((name, number(each["value"]), ends, how))
@@ -328,8 +328,8 @@ def _sections(tree: Tree, tensors: dict[str, np.ndarray]) -> list[Section]:
     ]
     if whole is not None:
         table = distribution_table(whole)
-        items = [causes.distribution(whole), table]
-        sections.insert(2, Section("Distributions", f"{table.title}.", items))
+        drawn = causes.distribution(whole)
+        sections.insert(2, Section("Distributions", f"{table.title}.", [drawn, table]))
     return sections
 
 

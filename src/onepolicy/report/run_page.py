@@ -295,8 +295,9 @@ def _busy(run: Run) -> Figure:
 
 def k3_by_age(run: Run) -> Figure | Absent:
     """Draw the mean k3 over all tokens of the run of each age."""
-    names = {"k3": groups.AGE_K3, "tokens": groups.AGE_TOKENS}
-    found = groups.Curve.of(*trained_label(run), run.rows, **names)
+    label, style = trained_label(run)
+    k3, tokens_of = groups.AGE_K3, groups.AGE_TOKENS
+    found = groups.Curve.of(label, style, run.rows, k3=k3, tokens=tokens_of)
     if not found.k3:
         return Absent("k3_staleness", f"k3 by age: metrics.jsonl has no {groups.AGE_K3}k.")
     return groups.by_age([found], "of the run")

@@ -79,8 +79,8 @@ class Series:
 
     label: str
     style: LineStyle
-    y: Sequence[float] | Array
-    x: Sequence[Any] | Array = ()
+    y: Any  # a sequence of numbers, or an array
+    x: Any = ()  # as many as y; none: 0, 1, ...
 
     def __post_init__(self) -> None:
         if not len(self.x):

@@ -65,8 +65,8 @@ def per_router(series: Sequence[Series]) -> Figure:
 def per_token(series: Sequence[Series]) -> Figure:
     """Draw the share of tokens with 0..L differing layers."""
     layers = max(int(each.y.max()) for each in series)
-    shares = [np.bincount(each.y.astype(np.int64), minlength=layers + 1) for each in series]
-    shares = [counts / len(each.y) for counts, each in zip(shares, series, strict=True)]
+    counts = [np.bincount(each.y.astype(np.int64), minlength=layers + 1) for each in series]
+    shares = [found / len(each.y) for found, each in zip(counts, series, strict=True)]
     touched = _each(series, [1 - values[0] for values in shares])
     title = f"Tokens with a router that would choose otherwise: {touched}"
     note = (

@@ -49,13 +49,16 @@ Mark = tuple[float, str]  # a step, and its meaning
 
 
 def k3(
-    series: Sequence[Series], title: str, note: str = "", marks: Sequence[Mark] = (), **more: Width
+    series: Sequence[Series],
+    title: str,
+    note: str = "",
+    marks: Sequence[Mark] = (),
+    width: Width = "wide",
 ) -> Figure:
     """Draw k3 over steps, with the limits of the verdict."""
     note = f"{MEANING}; 0 = same policy. {note}".strip()
-    return over_steps(
-        "k3", title, note, series, "k3, nats per token", limits=K3_LIMITS, marks=marks, **more
-    )
+    unit, limits = "k3, nats per token", K3_LIMITS
+    return over_steps("k3", title, note, series, unit, limits=limits, marks=marks, width=width)
 
 
 def over_steps(
@@ -86,12 +89,13 @@ def over_steps(
         mean = running_mean(y, window)
         if log:
             mean = np.where(mean > 0, mean, math.nan)
-        found, marker = y.tolist(), {"size": 4 + 2 * (window == 1), "opacity": 0.4 + (window == 1)}
+        found = y.tolist()
+        marker: Spec = {"size": 4, "opacity": 0.4}
+        if window == 1:
+            marker = {"size": 6, "opacity": 1}
         if log:
-            found = scale.lift(found)
-            symbols = ["line-ns-open" if v <= 0 else each.style.symbol for v in y.tolist()]
-            marker |= {"symbol": symbols, "opacity": min(1.0, marker["opacity"])}
-        marker["opacity"] = min(1.0, marker["opacity"])
+            symbols = ["line-ns-open" if v <= 0 else each.style.symbol for v in found]
+            found, marker["symbol"] = scale.lift(found), symbols
         hover = {"hovertemplate": "step %{x}: %{y:.3g}"}
         data.append(markers(each.label, steps, found, each.style, marker=marker, **hover, **shown))
         data.append(line(each.label, steps, mean.tolist(), each.style, hoverinfo="skip", **shown))

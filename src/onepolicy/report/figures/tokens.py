@@ -147,8 +147,8 @@ def large_steps(series: Sequence[Series], width: Width = "third") -> Figure:
         data.append(line(label, values.tolist(), shares.tolist(), parts[0].style))
         data[-1]["line"] |= {"width": 2.4, "shape": "hv"}
     scale = LogScale.of(*(each.y for each in series), K3_LIMITS)
-    for each in data:
-        each["x"] = scale.lift(each["x"])
+    for trace in data:
+        trace["x"] = scale.lift(trace["x"])
     percent = {"range": [-0.02, 1.04], "tickformat": ".0%", "nticks": 6}
     layout = {
         "xaxis": scale.axis("k3, nats per token", steps=4) | {"tickangle": 0},
