@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from onepolicy.report.figure import ROLLOUT, TRAINER, Figure, Spec, axis, line
+from onepolicy.report.figures.parts import ROLLOUT, TRAINER, Figure, Spec, axis, line
 from onepolicy.report.png import write_figures
 
 BLOCK, SHARE, LARGEST_K3, SEEDS = 8, 0.5, 2.0, (0, 1, 2)

@@ -7,7 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from onepolicy.report.figure import DENSE, NEUTRAL, REPLAY, ROLLOUT, TRAINER, Figure, axis, line
+from onepolicy.report.figures.parts import (
+    DENSE,
+    NEUTRAL,
+    REPLAY,
+    ROLLOUT,
+    TRAINER,
+    Figure,
+    axis,
+    line,
+)
 
 EVAL = "eval/avg@2"
 LAST = 10

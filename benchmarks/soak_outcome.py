@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from onepolicy.report.figure import (
+from onepolicy.report.figures.parts import (
     NEUTRAL,
     REPLAY,
     ROLLOUT,

@@ -33,7 +33,7 @@ from onepolicy.build.components import build_components
 from onepolicy.config import load
 from onepolicy.interfaces import NamedWeights, RolloutEngine
 from onepolicy.objective.advantages import compute_outcomes
-from onepolicy.report.figure import (
+from onepolicy.report.figures.parts import (
     NEUTRAL,
     REPLAY,
     TRAINER,

@@ -41,8 +41,8 @@ from onepolicy.envs.multiturn.tokenization import decode_tokens, encode_text
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import RolloutEngine
 from onepolicy.models.load import load_tokenizer
+from onepolicy.report.figures.groups import NATIVE, by_turn
 from onepolicy.report.png import write_figures
-from onepolicy.report.turns import NATIVE, by_turn
 from onepolicy.rollout.collect import request_seed
 from onepolicy.run.step_metrics import metrics_per_turn
 from onepolicy.train.pack import pack

@@ -9,8 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from onepolicy.divergence.breakdown import turn_name
-from onepolicy.report.figure import NEUTRAL, REPLAY, TRAINER, Figure, LineStyle, Spec, axis, line
-from onepolicy.report.turns import K3, NATIVE, Curve, by_turn
+from onepolicy.report.figures.groups import K3, NATIVE, Curve, by_turn
+from onepolicy.report.figures.parts import (
+    NEUTRAL,
+    REPLAY,
+    TRAINER,
+    Figure,
+    LineStyle,
+    Spec,
+    axis,
+    line,
+)
 
 LOOKS = {"off": TRAINER, "r3": REPLAY, "off + tis": NEUTRAL}
 LAST = 5

@@ -12,9 +12,9 @@ PLAIN = {"g", ".0f", ",.0f", ".0%"}
 """A setting as it was given, a count, a share in whole percent."""
 ALLOWED = {
     "report/comparison.py": {".{digits}f", "+.{digits}f", ".2f"},  # accuracies, with their interval
-    "report/mismatch.py": {".6f", ".1g"},  # a correlation near 1; the end of an axis
+    "report/figures/tokens.py": {".6f", ".1g"},  # a correlation near 1; the end of an axis
     "report/page.py": {".6g"},  # a picture's data
-    "audit/report.py": {".4f"},  # values near 1
+    "report/words.py": {".4f"},  # values near 1
     "audit/conformance.py": {".7g"},  # what a reader of another dump must reach
     "verdict/value_faults.py": {".6g"},  # one value that many tokens share
 }

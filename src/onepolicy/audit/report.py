@@ -10,12 +10,8 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
-from rich.text import Text
 
 from onepolicy.audit.assessment import ONSET_RULE, AuditResult
 from onepolicy.audit.figures import audit_figures, extreme_curve
@@ -26,37 +22,25 @@ from onepolicy.correct.report import quantiles
 from onepolicy.files import DISK_FULL, write_text_atomically
 from onepolicy.notation import counted, number
 from onepolicy.record.schema import VERSION
-from onepolicy.report.figure import Figure
-from onepolicy.report.html import document, plain, section, tile
-from onepolicy.report.measure import BADGES
+from onepolicy.report.page import Card, Page, Section, Table, plain, write_page
 from onepolicy.report.png import write_figures
-from onepolicy.report.words import WOULD
+from onepolicy.report.terminal import told, verdict_parts
+from onepolicy.report.words import (
+    ALARMING,
+    BADGES,
+    FORECAST_HEADER,
+    HOW_FAR,
+    QUANTITIES,
+    forecast_rows,
+    show,
+)
 from onepolicy.verdict.rules import R3
 
 Z95 = 1.959964
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
-ROWS = {  # statistic -> (name, is a share)
-    "tokens": ("Tokens compared", False),
-    "sequences": ("Sequences", False),
-    "k3": ("k3, nats per token", False),
-    "k3_error": ("its standard error (by sequences)", False),
-    "k1": ("k1 = mean -log rho, nats per token", False),
-    "k2": ("k2, nats\N{SUPERSCRIPT TWO} per token", False),
-    "chi2": ("chi2", False),
-    "ess": ("Effective sample size", True),
-    "mean_rho": ("Mean rho", False),
-    "f1.25": ("F(1.25)", True),
-    "f2": ("F(2), off by more than a factor of 2", True),
-    "f5": ("F(5)", True),
-    "max_dp": ("Largest difference of probabilities", False),
-    "pearson": ("Correlation of probabilities", False),
-    "ppl_ratio": ("Perplexity, trainer / rollout", False),
-    "routers": (WOULD.capitalize(), True),
-    "tokens_routed": ("Tokens with such a route", True),
-}
-COUNTS = ("tokens", "sequences")
-NEAR_ONE = ("mean_rho", "pearson", "ppl_ratio")
-ALARMING = ("bug", "unclear")  # actions of a verdict that are shown in red
+COUNTS = {"tokens": "Tokens compared", "sequences": "Sequences"}
+ROUTED = {"routing/routers": "routers", "routing/tokens": "tokens_routed"}
+"""Quantities whose statistics have another name than their metric ends with."""
 
 
 def overall_statistics(result: AuditResult) -> dict[str, float]:
@@ -173,13 +157,13 @@ def write_report(folder: Path, results: Sequence[AuditResult], *, png: bool = Fa
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        drawn = [figure for figure in audit_figures(results) if isinstance(figure, Figure)]
+        page = _page(results)
         text = json.dumps(_report_tree(results), indent=1, allow_nan=False)
         written = [
             write_text_atomically(folder / "audit.json", text),
-            write_text_atomically(folder / "audit.html", _page(results)),
+            write_page(folder / "audit.html", page),
         ]
-        write_figures(folder / "figures", drawn, png=png)
+        write_figures(folder / "figures", list(page.figures()), png=png)
         return [*written, folder / "figures"]
     except OSError as error:
         if error.errno in DISK_FULL:  # a right path
@@ -197,170 +181,101 @@ def _report_tree(results: Sequence[AuditResult]) -> dict[str, Any]:
     return {"dumps": trees, "differences": plain(found)}
 
 
-def _page(results: Sequence[AuditResult]) -> str:
-    title = " and ".join(result.label for result in results)
-    drawn = audit_figures(results)
-    parts = [f"<h1>Audit of {escape(title)}</h1>"]
-    for result in results:
-        if len(results) > 1:
-            parts.append(f"<h2>{escape(result.label)}</h2>{_verdict_card(result)}")
-        else:
-            parts.append(_verdict_card(result))
-    question = "How far apart are the engine that samples and the one that learns?"
-    parts.append(section("Mismatch", question, drawn))
+def _page(results: Sequence[AuditResult]) -> Page:
+    title, several = " and ".join(result.label for result in results), len(results) > 1
     difference = describe_difference(results)
-    lead = f'<p class="lead">{escape(difference)}</p>' if difference else ""
-    table = _html_table(_cells(results), ["", *_header(results)])
-    parts.append(f"<h2>Numbers</h2>{lead}{table}")
-    parts += [_forecast_section(result) for result in results if result.verdict.forecasts]
-    return document(
+    numbers = Table(("", *_header(results)), _rows(results), note=difference)
+    sections = [
+        Section("Mismatch", HOW_FAR, audit_figures(results)),
+        Section("Numbers", "", [numbers]),
+    ]
+    for result in results:
+        rows = forecast_rows([dataclasses.asdict(each) for each in result.verdict.forecasts])
+        length = counted(result.accumulated.mean_length, "token")
+        lead = f"Predicted for a normal log-ratio with KL = k3 and {length} a sequence."
+        if rows:
+            table = Table(FORECAST_HEADER, rows)
+            sections.append(Section(f"Corrections: {result.label}", lead, [table]))
+    return Page(
         f"{title}: audit",
-        "\n".join(parts),
-        [figure for figure in drawn if isinstance(figure, Figure)],
+        f"Audit of {title}",
+        "onepolicy audit: rollout against trainer, as dumped",
+        [card(result, several=several) for result in results],
+        sections,
         footer="onepolicy audit.",
     )
 
 
-def _verdict_card(result: AuditResult) -> str:
-    """Return the verdict and the tiles of a dump as HTML."""
-    found, verdict = overall_statistics(result), result.verdict
-    accumulated = result.accumulated
-    tokens = f"{accumulated.overall.tokens:,}" if accumulated.overall else ""
+def card(result: AuditResult, *, several: bool) -> Card:
+    """Return the verdict and the tiles of a dump, named where there are several."""
+    found, verdict, accumulated = overall_statistics(result), result.verdict, result.accumulated
+    f2, ess = (number(found[key], share=True) for key in ("f2", "ess"))
     tiles = [
         ("k3", number(found["k3"]), "nats per token", ""),
-        ("F(2)", number(found["f2"], share=True), "off by more than a factor of 2", ""),
-        (
-            "Effective sample size",
-            number(found["ess"], share=True),
-            "of token importance weights",
-            "",
-        ),
-        ("Tokens", tokens, counted(accumulated.rows, "row"), ""),
+        ("F(2)", f2, "off by more than a factor of 2", ""),
+        ("Effective share of tokens", ess, "of token importance weights", ""),
+        ("Tokens", f"{found['tokens']:,.0f}", counted(accumulated.rows, "row"), ""),
     ]
-    kind = "bad" if verdict.action in ALARMING else ""
-    reasons = "".join(f"<li>{escape(text)}</li>" for text in _reasons(result))
-    not_checked = ""
-    if result.not_checked:
-        text = escape("; ".join(result.not_checked))
-        not_checked = f'<p class="rule">Not looked for: {text}.</p>'
-    return (
-        f'<div class="card verdict {verdict.action}">'
-        f'<p class="badge">{escape(BADGES[verdict.action])}</p>'
-        f'<p class="{kind}"><b>{escape(verdict.sentence)}</b></p>'
-        f"<ul>{reasons}</ul>{not_checked}</div>"
-        f'<div class="tiles">{"".join(tile(*each) for each in tiles)}</div>'
-    )
-
-
-def _forecast_section(result: AuditResult) -> str:
-    """Return the predicted effect of each correction as HTML."""
-    rows = [
-        [forecast.preset, number(forecast.keep, share=True), number(forecast.attenuation)]
-        for forecast in result.verdict.forecasts
-    ]
-    length = result.accumulated.mean_length
-    return (
-        f"<h2>Corrections: {escape(result.label)}</h2>"
-        '<p class="lead">Predicted for a normal log-ratio with KL = k3 and '
-        f"{counted(length, 'token')} a sequence.</p>"
-        + _html_table(rows, ["Preset", "Tokens kept", "Step multiplied by"])
-    )
-
-
-def _html_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in header)
-    body = ""
-    for row in rows:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
-        body += f"<tr>{cells}</tr>"
-    return (
-        f'<div class="card scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+    small = [f"Not looked for: {'; '.join(result.not_checked)}."] if result.not_checked else []
+    return Card(
+        verdict.sentence,
+        BADGES[verdict.action],
+        verdict.action,
+        verdict.action in ALARMING,
+        verdict.setting,
+        _reasons(result),
+        small,
+        result.label * several,
+        tiles,
     )
 
 
 def _header(results: Sequence[AuditResult]) -> list[str]:
     labels = [result.label for result in results]
-    if len(results) > 1:
-        labels.append("difference, 95% interval")
-    return labels
+    return [*labels, "difference, 95% interval"] if len(results) > 1 else labels
 
 
-def _cells(results: Sequence[AuditResult]) -> list[list[str]]:
+def _rows(results: Sequence[AuditResult]) -> list[list[str]]:
     """Return the rows of the table of numbers, of which the first cell is the name."""
-    found = [overall_statistics(result) for result in results]
-    both = len(results) > 1
+    found, both = [overall_statistics(result) for result in results], len(results) > 1
     between = differences(*results) if both else {}
-    rows = []
-    for key, (name, share) in ROWS.items():
-        if not any(key in values for values in found):
+    rows = [[name, *(f"{each[key]:,.0f}" for each in found)] for key, name in COUNTS.items()]
+    for metric, (name, share) in QUANTITIES.items():
+        key = ROUTED.get(metric, metric.rpartition("/")[2])
+        if metric == "mismatch/max_dlogp" or not any(key in values for values in found):
             continue
-        cells = [_cell(key, values.get(key, math.nan), share=share) for values in found]
+        rows.append([name, *(show(metric, values.get(key, math.nan)) for values in found)])
         if key in between:
-            cells.append(between[key].describe(share=share))
-        elif both:
-            cells.append("")
-        rows.append([name, *cells])
+            rows[-1].append(between[key].describe(share=share))
     if any(result.accumulated.steps for result in results):
-        cells = ["none" if result.onset is None else f"step {result.onset}" for result in results]
-        if both:
-            cells.append("")
-        rows.append(["Onset of divergence", *cells])
-    return rows
-
-
-def _cell(key: str, value: float, *, share: bool) -> str:
-    if key in COUNTS:
-        return f"{value:,.0f}"
-    if key in NEAR_ONE:
-        return f"{value:.4f}"
-    return number(value, share=share)
+        onsets = ["none" if result.onset is None else f"step {result.onset}" for result in results]
+        rows.append(["Onset of divergence", *onsets])
+    return [[*row, *[""] * (1 + len(found) + both - len(row))] for row in rows]
 
 
 def print_audit(console: Console, results: Sequence[AuditResult]) -> None:
     """Print the verdicts and the numbers."""
+    several = len(results) > 1
     for result in results:
-        if len(results) > 1:
-            console.print(Text(result.label, style="bold underline"))
-        _print_verdict(console, result)
-    header = _header(results)
-    if len(results) > 1:  # 80 columns have no room for names
+        for part in verdict_parts(card(result, several=several)):
+            console.print(part)
+    header = [""] * 2
+    if several:  # 80 columns have no room for names
         first, second = (result.label for result in results)
-        console.print(Text(f"A: {first}, B: {second}"))
-        header = ["A", "B", "B - A, 95% interval"]
-    table = Table(show_header=len(results) > 1, pad_edge=False)
-    table.add_column("", style="bold", overflow="fold")
-    for name in header:
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    for row in _cells(results):
-        table.add_row(*map(Text, row))
-    console.print(table)
+        console.print_line(f"A: {first}, B: {second}")
+        header = ["", "A", "B", "B - A, 95% interval"]
+    console.print(told(Table(header, _rows(results)), right=True))
     difference = describe_difference(results)
     if difference:
-        console.print(Text(difference))
-
-
-def _print_verdict(console: Console, result: AuditResult) -> None:
-    verdict = result.verdict
-    style = "bold red" if verdict.action in ALARMING else "bold"
-    console.print(Text(BADGES[verdict.action].upper(), style=style))
-    console.print(Text(verdict.sentence, style=style))
-    for line in _reasons(result):
-        console.print(Text(f"  {line}"))
-    if result.not_checked:
-        not_checked = "; ".join(result.not_checked)
-        console.print(Text(f"  Not looked for: {not_checked}.", style="dim"))
+        console.print_line(difference)
 
 
 def _reasons(result: AuditResult) -> list[str]:
-    """Return the setting to change, the reasons of the verdict, and how it was reached."""
+    """Return the setting as a trainer's users write it, the reasons, and how they were reached."""
     setting, advised = result.verdict.setting, result.verdict.setting
     if result.verdict.action == "correct" and not result.verdict.causes:
         advised = f"{R3} {setting}"  # whether routes differ is not known
-    lines = []
-    if setting:
-        lines.append(f"Set: {setting}")
-    theirs = ""
+    lines, theirs = [], ""
     if result.framework:
         theirs = in_their_settings(advised, result.framework)
     if theirs:

@@ -75,7 +75,7 @@ def add_compare(commands: Commands) -> None:
     compare.add_argument(
         "--png",
         action="store_true",
-        help="the picture as curves.png too (needs Chromium or Chrome)",
+        help="figures/NAME.png too (needs Chromium or Chrome)",
     )
 
 

@@ -22,8 +22,10 @@ from onepolicy.console import Console, print_text
 from onepolicy.files import write_text_atomically
 from onepolicy.notation import DASH, counted, number
 from onepolicy.report.arm_run import ArmRun
-from onepolicy.report.comparison_figure import picture
-from onepolicy.report.page import plain, render
+from onepolicy.report.figures import steps, tokens
+from onepolicy.report.figures.parts import ARMS, Figure, Series
+from onepolicy.report.page import Card, Page, Section, plain, write_page
+from onepolicy.report.page import Table as Told
 from onepolicy.report.png import write_figures
 from onepolicy.report.words import ARROW
 from onepolicy.verdict.declared import HARMLESS_KL
@@ -327,35 +329,61 @@ def write_comparison(
 ) -> None:
     """Write OUT/comparison.html and comparison.json.
 
-    recipe: its name. found: contrasts(runs). png: OUT/curves.png and its data too.
+    recipe: its name. found: contrasts(runs). png: OUT/figures/NAME.png and its data too.
     Raises UsageError if plotly, jinja2 or the browser of a PNG is missing.
     """
-    sentences, title = [*warnings_of(runs), *sentences_of(found)], headline(runs)
-    figure = picture(runs, title)
+    told, drawn = sentences_of(found), figures(runs)
+    sentences, title = [*warnings_of(runs), *told], headline(runs)
     tree = {
         "title": title,
         "recipe": recipe,
         "contrasts": [asdict(each) for each in found],
         "sentences": sentences,
     }
-    page = render(
-        "comparison.html",
+    question = "A curve is a run. Runs of one arm have the same colour."
+    numbers = Told(HEADER, rows_of_table(runs), note=f"{CAPTION}.")
+    card = Card(f"{title}.", lines=[*told, caution(runs)])
+    page = Page(
         title,
-        [figure],
-        recipe=recipe,
-        sentences=sentences,
-        caution=caution(runs),
-        figure=figure,
-        header=HEADER,
-        rows=rows_of_table(runs),
-        caption=CAPTION,
+        recipe,
+        f"onepolicy compare: {', '.join(dict.fromkeys(run.phrase for run in runs))}",
+        [card],
+        [Section("Mismatch, reward, gradient", question, drawn), Section("Numbers", "", [numbers])],
+        notices=warnings_of(runs),
         footer=FOOTER,
     )
+    write_page(out / "comparison.html", page)
     text = json.dumps(plain(tree), indent=1, allow_nan=False) + "\n"
-    write_text_atomically(out / "comparison.html", page)
     write_text_atomically(out / "comparison.json", text)
     if png:
-        write_figures(out, [figure], png=True)
+        write_figures(out / "figures", drawn, png=True)
+
+
+def figures(runs: Sequence[ArmRun]) -> list[Figure]:
+    """Draw k3 by step, how often it is large, reward and gradient norm, of all runs."""
+    styles = dict(zip(dict.fromkeys(run.name for run in runs), ARMS * len(runs), strict=False))
+
+    def series(metric: str) -> list[Series]:
+        found = [(run, run.values(metric).tolist()) for run in runs]
+        return [
+            Series(run.label or run.name, styles[run.name], values, range(1, len(values) + 1))
+            for run, values in found
+        ]
+
+    k3, rewards, norms = map(series, ("mismatch/k3", "train/reward", "train/grad_norm"))
+    course = [f"{_mean(_finite(np.array(each.y))):.2f} {each.label}" for each in rewards]
+    largest = [(max((v for v in each.y if v > 0), default=0.0), each.label) for each in norms]
+    title = f"Largest gradient norm: {', '.join(f'{number(v)} {label}' for v, label in largest)}"
+    note = "Before clipping; a tick at the lower edge is a step without a gradient."
+    reward = f"Reward, mean of all steps: {', '.join(course)}"
+    how = "Sampled at the training temperature."
+    means = [f"{number(_mean(np.array(each.y)))} {each.label}" for each in k3]
+    return [
+        steps.k3(k3, f"Mean k3: {', '.join(means)}", width="two-thirds"),
+        tokens.large_steps(k3),
+        steps.over_steps("reward", reward, how, rewards, "reward", width="half"),
+        steps.over_steps("grad_norm", title, note, norms, "norm", log=True, width="half"),
+    ]
 
 
 def warnings_of(runs: Sequence[ArmRun]) -> list[str]:

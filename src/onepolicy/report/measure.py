@@ -6,61 +6,48 @@ The input is the tree of OUT/measure.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 from safetensors.numpy import load_file
 
 from onepolicy.config.secrets import without_secrets
-from onepolicy.console import make_table
-from onepolicy.files import write_text_atomically
 from onepolicy.notation import DASH, counted, number
-from onepolicy.report import causes
-from onepolicy.report.causes import (
-    breakdown_figures,
-    change,
-    fall_figure,
-    interval,
-    noise_figure,
-    noise_rows,
-    signed,
-)
-from onepolicy.report.figure import DENSE, REPLAY, TRAINER, Absent, Figure, Width
-from onepolicy.report.mismatch import MAX_POINTS, Pairs, extreme_tokens, scatter
-from onepolicy.report.page import render
+from onepolicy.report.figures import causes, groups, routing, tokens
+from onepolicy.report.figures.causes import change, interval, noise_rows, remainder, signed
+from onepolicy.report.figures.parts import DENSE, WITH, WITHOUT, Absent, Figure, Series, Width
+from onepolicy.report.page import Card, Excerpt, Page, Section, Table, Tile, write_page
 from onepolicy.report.png import write_figures
-from onepolicy.report.routing import Series, routing_figures_of
-from onepolicy.report.turns import Curve, by_turn
-from onepolicy.report.words import RAN, ROLLOUTS_OWN, WHOLE, WOULD, Tree
+from onepolicy.report.terminal import told, verdict_parts
+from onepolicy.report.words import (
+    BADGES,
+    FORECAST_HEADER,
+    HOW_FAR,
+    QUANTITIES,
+    RAN,
+    ROLLOUTS_OWN,
+    WHERE_ROUTES,
+    WHOLE,
+    WOULD,
+    Tree,
+    forecast_rows,
+    show,
+)
 from onepolicy.verdict.declared import HARMLESS_KL
 from onepolicy.verdict.rules import SMALL
 
 SCORINGS = {  # name in the files -> (label, line style)
-    "without_replay": ("without replay", TRAINER),
-    "with_replay": ("with replay", REPLAY),
+    "without_replay": WITHOUT,
+    "with_replay": WITH,
     "dense": ("dense model", DENSE),
 }
-QUANTITIES = {  # metric -> (name, is a share)
-    "mismatch/k1": ("k1 = mean -log rho, nats per token", False),
-    "mismatch/k3": ("k3, nats per token", False),
-    "mismatch/f1.25": ("F(1.25), tokens off by more", True),
-    "mismatch/f2": ("F(2), tokens off by more", True),
-    "mismatch/f5": ("F(5), tokens off by more", True),
-    "mismatch/max_dp": ("largest difference of probability", False),
-    "mismatch/max_dlogp": ("largest |log rho|, nats", False),
-    "mismatch/ess": ("effective share of tokens", True),
-    "routing/routers": (WOULD, True),
-    "routing/tokens": ("tokens with such a route", True),
-    "routing/sequence": ("such routes per token", False),
-}
-REPEATS = {
-    "repeat/k3": ("trainer repeated, other packing: k3", False),
-    "repeat/max_dlogp": ("trainer repeated: largest |log ratio|", False),
-    "repeat/routers": (f"trainer repeated: {WOULD}", True),
+REPEATS = {  # metric -> (name, is a share)
+    "repeat/k3": ("Trainer repeated, other packing: k3", False),
+    "repeat/max_dlogp": ("Trainer repeated: largest |log ratio|", False),
+    "repeat/routers": (f"Trainer repeated: {WOULD}", True),
 }
 ENGINE = {
     "k3": ("k3", False),
@@ -68,67 +55,82 @@ ENGINE = {
     "routers": ("routes that differ", True),
     "same": ("tokens that came out the same", True),
 }
+DISTRIBUTIONS = {  # name in JSON -> (label, is a share)
+    "argmax_differs": ("positions whose likeliest token differs", True),
+    "tv_low": ("total variation, mean, at least", False),
+    "tv_high": ("total variation, mean, at most", False),
+    "tv_low_max": ("total variation, largest, at least", False),
+    "kl_low": ("KL(rollout || trainer), nats, at least", False),
+    "kl_shared": ("KL given that it is one of the {top}, nats", False),
+    "overlap": ("of the {top}, also among the trainer's {top} likeliest", True),
+    "mass_rollout": ("rollout's probability of the {top}", True),
+    "mass_trainer": ("trainer's probability of the {top}", True),
+}
 FALL_HEADER = ("", "change", "95% interval", "left", "measured as")
 ALONE_HEADER = ("", "nats per token", "95% interval", "measured as")
 ENGINE_HEADER = ("Engine against itself, same requests and seeds", "all together", "one at a time")
 ROW_HEADER = ("", "tokens", "k3", "mean |log rho|", "share of the gap")
-FORECAST_HEADER = ("Preset", "tokens kept", "step multiplied by")
-COLORS = {"bug": "bold red", "nothing": "bold green"}
-BADGES = {
-    "bug": "bug",
-    "nothing": "nothing to do",
-    "replay": "replay the routes",
-    "correct": "correct it",
-    "unclear": "unclear: look first",
-}
-IN_THE_PAGE = (
-    "the engine's own noise, each change measured alone, and the gap by place, probability, "
-    "entropy and class of token"
+WORST_HEADER = (
+    "Text before",
+    "Sampled",
+    "TV",
+    "Likeliest: p rollout / p trainer",
+    "sequence, place",
 )
-Rows = Sequence[tuple[str, ...]]
+IN_THE_PAGE = (
+    "what explains the gap, the engine's own noise, each change measured alone, and the gap by "
+    "place, probability, entropy and class of token"
+)
+METHODS = (
+    "The engine samples, the trainer scores the same tokens. rho = p_trainer / p_rollout of a "
+    "sampled token; k3 = mean(rho - 1 - log rho), in nats per token, estimates KL(rollout || "
+    "trainer) without bias and is 0 for one policy. F(tau) is the share of tokens with "
+    "max(rho, 1/rho) > tau. Routers are counted once a token and MoE layer; one differs if its two "
+    "sets of experts differ. Definitions: R3 paper (arXiv:2510.11370), section 3.\n\n"
+    "Waterfall: every step changes one more thing on one side and scores the same tokens again, so "
+    "bars and remainder add up to the gap; another order would divide it otherwise. Intervals are "
+    "95% percentile bootstraps over whole sequences, with the same draws at every step."
+)
+Drawn = list[Figure | Absent]
 
 
 def summary(tree: Tree) -> list[RenderableType]:
-    """Return the verdict with its reasons, and the tables of scorings and of what explains the gap.
+    """Return the verdict with its reasons, the table of scorings, and what explains a gap.
 
     The page has the other tables: IN_THE_PAGE.
     """
-    verdict = tree["verdict"]
-    style = COLORS.get(verdict["action"], "bold yellow")
     parts: list[RenderableType] = []
     if tree.get("pressure"):
         parts.append(Text(f"Not a real engine: {tree['pressure']}.", style="bold red"))
         parts.append(Text(calibration(tree)))
-    parts.append(Text(verdict_line(tree), style=style))
-    if verdict["setting"]:
-        parts.append(Text(f"Set: {verdict['setting']}"))
-    parts += [Text(f"Because {text}.") for text in verdict["basis"]]
+    parts += verdict_parts(card(tree))
     title = f"{tree['model']}: {_sampled(tree)}"
-    parts.append(_table(title, comparison_header(tree), comparison(tree)))
+    parts.append(told(Table(comparison_header(tree), comparison(tree), title)))
     whole, would = tree.get("distribution"), tree.get("prediction")
     if whole is not None:
-        parts.append(_table(causes.title(whole), causes.HEADER, causes.rows(whole)))
-    parts.append(
-        _table("Where the gap comes from, k3 in nats per token", FALL_HEADER, waterfall_rows(tree))
-    )
+        parts.append(told(distribution_table(whole)))
+    if tree["waterfall"]["total"]["value"] >= HARMLESS_KL:
+        title = "Where the gap comes from, k3 in nats per token"
+        parts.append(told(Table(FALL_HEADER, waterfall_rows(tree), title)))
     if would is not None:
         parts.append(Text(describe_prediction(would)))
     return parts
 
 
-def _sampled(tree: Tree) -> str:
-    """Return how much was sampled: tokens and sequences."""
-    return f"{counted(tree['tokens'], 'token')} of {counted(tree['sequences'], 'sequence')}"
-
-
-def verdict_line(tree: Tree) -> str:
+def card(tree: Tree) -> Card:
     """Return the verdict, with its prompts where they were not the user's own."""
-    sentence: str = tree["verdict"]["sentence"]
-    config = tree["config"]
-    if config["task"].get("kind") != "chain":
-        return sentence
-    prompts = config["rollout"]["prompts_per_step"]
-    return f"{sentence} Judged on {prompts} made-up sums: give --prompts to judge on your own."
+    found, config = tree["verdict"], tree["config"]
+    sentence = found["sentence"]
+    if config["task"].get("kind") == "chain":
+        prompts = config["rollout"]["prompts_per_step"]
+        sentence += f" Judged on {prompts} made-up sums: give --prompts to judge on your own."
+    action, lines = found["action"], [f"Because {text}." for text in found["basis"]]
+    setting, bad = found["setting"], action == "bug"
+    return Card(sentence, BADGES[action], action, bad, setting, lines, tiles=tiles(tree))
+
+
+def _sampled(tree: Tree) -> str:
+    return f"{counted(tree['tokens'], 'token')} of {counted(tree['sequences'], 'sequence')}"
 
 
 def describe_prediction(would: Tree) -> str:
@@ -148,100 +150,127 @@ def calibration(tree: Tree) -> str:
     """Return the size of the gap that rollout.pressure makes, in a sentence."""
     metrics = tree["metrics"]
     plain, replayed = metrics["without_replay"], metrics.get("with_replay", {})
-    routers, tokens, f2 = (
-        number(plain.get(key), share=True)
-        for key in ("routing/routers", "routing/tokens", "mismatch/f2")
+    routers, touched, f2 = (
+        show(key, plain.get(key)) for key in ("routing/routers", "routing/tokens", "mismatch/f2")
     )
     without, within = (number(each.get("mismatch/k3")) for each in (plain, replayed))
     return (
-        f"Calibration: {routers} of routes differ, {tokens} of tokens have such a route, F(2) is "
+        f"Calibration: {routers} of routes differ, {touched} of tokens have such a route, F(2) is "
         f"{f2}; k3 is {without} nats a token without replay and {within} with it."
     )
 
 
 def comparison_header(tree: Tree) -> tuple[str, ...]:
     """Return the header of the table of scorings."""
-    return (
-        "Rollout against trainer",
-        *(SCORINGS[name][0] for name in SCORINGS if name in tree["metrics"]),
-    )
+    return ("Rollout vs trainer", *(SCORINGS[name][0] for name in _scored(tree)))
 
 
-def comparison(tree: Tree) -> Rows:
+def _scored(tree: Tree) -> list[str]:
+    return [name for name in SCORINGS if name in tree["metrics"]]
+
+
+def comparison(tree: Tree) -> list[tuple[str, ...]]:
     """Return the rows of the table of scorings."""
-    metrics = tree["metrics"]
-    columns = [name for name in SCORINGS if name in metrics]
-    rows = []
-    for key, (label, share) in QUANTITIES.items():
-        if key in metrics["without_replay"]:
-            rows.append((label, *(_cell(metrics[name].get(key), share=share) for name in columns)))
+    metrics, columns = tree["metrics"], _scored(tree)
+    measured, rows = metrics["without_replay"], []
+    left_out = {"mismatch/chi2", "mismatch/pearson", "mismatch/ppl_ratio"}
+    for key, (label, _) in QUANTITIES.items():
+        if key in measured and key not in left_out:
+            rows.append((label, *(show(key, metrics[name].get(key)) for name in columns)))
     if "with_replay" in columns and tree["config"].get("replay", {}).get("mode", "r3") in WHOLE:
         ran = {"without_replay": "the trainer's choice", "with_replay": ROLLOUTS_OWN}
-        rows.append((RAN, *(ran.get(name, DASH) for name in columns)))
+        rows.append((RAN.capitalize(), *(ran.get(name, DASH) for name in columns)))
     prefixes = {"without_replay": "counterfactual/", "with_replay": ""}
     repeated = metrics["repeated_forward"]
-    for key, (label, share) in REPEATS.items():
-        values = [repeated.get(f"{prefixes.get(name, 'none/')}{key}") for name in columns]
-        if any(value is not None for value in values):
-            rows.append((label, *(_cell(value, share=share) for value in values)))
-    return rows
+    of_columns = [f"{prefixes.get(name, 'none/')}{{}}" for name in columns]
+    return rows + _known_rows(REPEATS, repeated, of_columns)
 
 
-def engine_rows(tree: Tree) -> Rows:
+def engine_rows(tree: Tree) -> list[tuple[str, ...]]:
     """Return the rows under ENGINE_HEADER."""
-    found = tree["metrics"]["repeated_forward"]
+    repeated = tree["metrics"]["repeated_forward"]
+    return _known_rows(ENGINE, repeated, ["engine_all/{}", "engine_alone/{}"])
+
+
+def _known_rows(
+    names: Mapping[str, tuple[str, bool]], found: Tree, columns: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """Return a row for each name of which a column has a value. columns: patterns of keys."""
     rows = []
-    for key, (label, share) in ENGINE.items():
-        values = [found.get(f"engine_{how}/{key}") for how in ("all", "alone")]
+    for key, (label, share) in names.items():
+        values = [found.get(column.format(key)) for column in columns]
         if any(value is not None for value in values):
-            rows.append((label, *(_cell(value, share=share) for value in values)))
+            rows.append((label, *(number(value, share=share) for value in values)))
     return rows
 
 
-def waterfall_rows(tree: Tree) -> Rows:
-    """Return the rows under FALL_HEADER."""
-    fall = tree["waterfall"]
-    total = fall["total"]
-    first = "trainer as it is against the rollout"
-    rows: list[tuple[str, ...]] = [("the gap", "", interval(total), number(total["value"]), first)]
-    for bar in fall["bars"]:
-        each, left = change(bar), number(bar["left"]["value"])
-        rows.append((bar["name"], signed(each["value"]), interval(each), left, bar["how"]))
-    remainder = total
-    if fall["bars"]:
-        remainder = fall["bars"][-1]["left"]
-    why = "what no step takes away: the engine's kernels, or a fault of another kind"
-    return [*rows, ("remainder", "", interval(remainder), number(remainder["value"]), why)]
-
-
-def alone_rows(tree: Tree) -> Rows:
-    """Return the rows under ALONE_HEADER."""
-    return [
-        (name, number(each["value"]), _interval_or_none(each), how)
-        for name, each, how in noise_rows(tree)
+def distribution_table(found: Tree) -> Table:
+    """Return the distances between the distributions, of each scoring."""
+    top, metrics = found["top"], [found["metrics"].get(name, {}) for name in list(SCORINGS)[:2]]
+    rows = [
+        (label.format(top=top), *(number(each.get(name), share=share) for each in metrics))
+        for name, (label, share) in DISTRIBUTIONS.items()
     ]
+    title = f"Whole distributions, from the rollout's {top} likeliest tokens of each position"
+    return Table(("", WITHOUT[0], WITH[0]), rows, title)
 
 
-def breakdown_rows(rows: list[Tree]) -> Rows:
-    """Return the rows under ROW_HEADER."""
+def worst_positions(found: Tree) -> list[tuple[str, ...]]:
+    """Return the rows under WORST_HEADER: positions with the largest total variation."""
     return [
         (
-            r["name"],
-            f"{r['tokens']:,}",
-            number(r["k3"]),
-            number(r["mean_dlogp"]),
-            number(r["share"], share=True),
+            each["before"],
+            repr(each["sampled"]),
+            f"{number(each['tv_low'])} {DASH} {number(each['tv_high'])}",
+            ", ".join(
+                f"{c['token']!r} {number(c['p_rollout'])} / {number(c['p_trainer'])}"
+                for c in each["candidates"]
+            ),
+            f"{each['sequence']}, {each['place']}",
         )
-        for r in rows
+        for each in found["worst"]
     ]
 
 
-def forecast_rows(tree: Tree) -> Rows:
-    """Return the rows under FORECAST_HEADER."""
+def waterfall_rows(tree: Tree) -> list[tuple[str, ...]]:
+    """Return the rows under FALL_HEADER."""
+    fall = tree["waterfall"]
+    total, left = fall["total"], remainder(fall)
+    first = "trainer as it is against the rollout"
+    why = "what no step takes away: the engine's kernels, or a fault of another kind"
+    bars = [(bar, change(bar)) for bar in fall["bars"]]
     return [
-        (f["preset"], number(f["keep"], share=True), number(f["attenuation"]))
-        for f in tree["verdict"]["forecasts"]
+        ("the gap", "", interval(total), number(total["value"]), first),
+        *(
+            (
+                bar["name"],
+                signed(each["value"]),
+                interval(each),
+                number(bar["left"]["value"]),
+                bar["how"],
+            )
+            for bar, each in bars
+        ),
+        ("remainder", "", interval(left), number(left["value"]), why),
     ]
+
+
+def alone_rows(tree: Tree) -> list[tuple[str, ...]]:
+    """Return the rows under ALONE_HEADER."""
+    rows: list[tuple[str, ...]] = []
+    for name, each, how in noise_rows(tree):
+        ends = DASH if each["low"] == each["high"] else interval(each)
+        rows.append((name, number(each["value"]), ends, how))
+    return rows
+
+
+def breakdown_rows(rows: Sequence[Tree]) -> list[tuple[str, ...]]:
+    """Return the rows under ROW_HEADER."""
+    return [
+        (r["name"], f"{r['tokens']:,}", number(r["k3"]), number(r["mean_dlogp"]),
+         number(r["share"], share=True))
+        for r in rows
+    ]  # fmt: skip
 
 
 def write_report(out: Path, *, png: bool = False) -> Path:
@@ -250,113 +279,118 @@ def write_report(out: Path, *, png: bool = False) -> Path:
     Raises UsageError if plotly is missing, or with `png` kaleido or its browser.
     """
     tree = json.loads((out / "measure.json").read_text(encoding="utf-8"))
-    sections: list[tuple[str, str, list[Figure | Absent]]] = [
-        (
+    notices = []
+    if tree.get("pressure"):
+        notices = [f"Not a real engine: {tree['pressure']}. {calibration(tree)}"]
+    settings = json.dumps(without_secrets(tree["config"]), indent=1, ensure_ascii=False)
+    name, told_facts = short_name(tree), facts(tree)
+    engine = ", ".join(value for key, value in told_facts if key in ("engine", "trainer"))
+    page = Page(
+        f"onepolicy measure: {tree['model']}",
+        name,
+        f"onepolicy measure, rollout against trainer: {engine}",
+        [card(tree)],
+        _sections(tree, load_file(out / "tensors.safetensors")),
+        facts=told_facts,
+        notices=notices,
+        details=[("How it was measured", METHODS), ("Settings", settings)],
+    )
+    write_figures(out / "figures", list(page.figures()), png=png)
+    return write_page(out / "report.html", page)
+
+
+def _sections(tree: Tree, tensors: dict[str, np.ndarray]) -> list[Section]:
+    quiet = tree["waterfall"]["total"]["value"] < HARMLESS_KL
+    distance, routes = distance_figures(tree, tensors)
+    whole = tree.get("distribution")
+    sections = [
+        Section(
             "Causes",
             "Which part of the gap goes away with which change?",
-            [fall_figure(tree), noise_figure(tree)],
+            [causes.waterfall(tree), causes.noise(tree)],
         ),
-        *distance_sections(tree, load_file(out / "tensors.safetensors")),
-        (
+        Section("Distance", HOW_FAR, distance, folded=quiet),
+        Section("Routing", WHERE_ROUTES, routes, folded=quiet),
+        Section(
             "Where the gap sits",
             "Which tokens carry more than their share of it?",
-            breakdown_figures(tree),
+            causes.breakdowns(tree),
+            folded=quiet,
         ),
+        Section(
+            "Worst tokens",
+            f"The {len(tree['worst'])} sampled tokens on which the two sides are farthest apart, "
+            "marked in their text.",
+            [_excerpt(each) for each in tree["worst"]],
+            folded=quiet,
+        ),
+        Section("Numbers", "", _tables(tree)),
     ]
-    whole_tables: list[tuple[str, tuple[str, ...], Rows]] = []
-    whole = tree.get("distribution")
     if whole is not None:
-        sections.insert(2, ("Distributions", f"{causes.title(whole)}.", [causes.figure(whole)]))
-        whole_tables = [
-            ("Distributions", causes.HEADER, causes.rows(whole)),
-            ("Worst positions", causes.WORST_HEADER, causes.worst_rows(whole)),
-        ]
-    figures = [f for _, _, items in sections for f in items if isinstance(f, Figure)]
-    page = render(
-        "measure.html",
-        f"onepolicy measure: {tree['model']}",
-        figures,
-        tree=tree,
-        name=short_name(tree),
-        badge=BADGES[tree["verdict"]["action"]],
-        verdict_line=verdict_line(tree),
-        facts=facts(tree),
-        tiles=tiles(tree),
-        calibration=calibration(tree),
-        sections=sections,
-        tables=[
-            ("Both scorings", comparison_header(tree), comparison(tree)),
-            ("The engine against itself", ENGINE_HEADER, engine_rows(tree)),
-            ("Waterfall", FALL_HEADER, waterfall_rows(tree)),
-            ("Each measured alone", ALONE_HEADER, alone_rows(tree)),
-            *whole_tables,
-            *(
-                (f"By {name}", ROW_HEADER, breakdown_rows(rows))
-                for name, rows in tree["breakdowns"].items()
-            ),
-            ("Corrections, predicted for what is left", FORECAST_HEADER, forecast_rows(tree)),
-        ],
-        config=json.dumps(without_secrets(tree["config"]), indent=1, ensure_ascii=False),
-    )
-    write_figures(out / "figures", figures, png=png)
-    return write_text_atomically(out / "report.html", page)
+        table = distribution_table(whole)
+        drawn = causes.distribution(whole)
+        sections.insert(2, Section("Distributions", f"{table.title}.", [drawn, table]))
+    return sections
 
 
-def distance_sections(
-    tree: Tree, tensors: dict[str, np.ndarray]
-) -> list[tuple[str, str, list[Figure | Absent]]]:
-    """Return the sections on the distance and on differing experts."""
-    shown = {
-        name: label_and_style
-        for name, label_and_style in SCORINGS.items()
-        if f"{name}.logp_rollout" in tensors
-    }
-    pairs = [
-        Pairs(label, style, tensors[f"{name}.logp_rollout"], tensors[f"{name}.logp_trainer"])
-        for name, (label, style) in shown.items()
+def _excerpt(worst: Tree) -> Excerpt:
+    parts = [("plain", worst["before"]), ("mark", worst["token"]), ("plain", worst["after"])]
+    odds = f"rollout {number(worst['p_rollout'])}, trainer {number(worst['p_trainer'])}"
+    return Excerpt(parts, f"{odds}, sequence {worst['sequence']}, place {worst['place']}")
+
+
+def _tables(tree: Tree) -> list[Table]:
+    whole, forecasts = tree.get("distribution"), forecast_rows(tree["verdict"]["forecasts"])
+    tables = [
+        Table(comparison_header(tree), comparison(tree), "All scorings"),
+        Table(ENGINE_HEADER, engine_rows(tree), "The engine against itself"),
+        Table(FALL_HEADER, waterfall_rows(tree), "Waterfall", texts=True),
+        Table(ALONE_HEADER, alone_rows(tree), "Each measured alone", texts=True),
+        *(
+            Table(ROW_HEADER, breakdown_rows(rows), f"By {name}")
+            for name, rows in tree["breakdowns"].items()
+        ),
+        Table(FORECAST_HEADER, forecasts, "Corrections, predicted for what is left"),
     ]
-    budget = MAX_POINTS // len(pairs)
-    width: Width = "half"
-    if len(pairs) == 3:
-        width = "third"
-    drawn: list[Figure | Absent] = [
-        scatter(f"scatter-{name}", each, budget, width=width)
+    if whole is not None:
+        tables.append(Table(WORST_HEADER, worst_positions(whole), "Worst positions", texts=True))
+    return [table for table in tables if table.rows]
+
+
+def distance_figures(tree: Tree, tensors: dict[str, np.ndarray]) -> tuple[Drawn, Drawn]:
+    """Return the figures on the distance, and those on differing experts."""
+    shown = [name for name in SCORINGS if f"{name}.logp_rollout" in tensors]
+    pairs = [
+        Series(
+            *SCORINGS[name], *(tensors[f"{name}.logp_{side}"] for side in ("trainer", "rollout"))
+        )
+        for name in shown
+    ]
+    width: Width = "third" if len(pairs) == 3 else "half"
+    drawn: Drawn = [tokens.extreme_tokens(tokens.tails_of(pairs))]
+    drawn += [
+        tokens.scatter(f"scatter-{name}", each, tokens.MAX_POINTS // len(pairs), width=width)
         for name, each in zip(shown, pairs, strict=True)
     ]
+    drawn += turns(tree)
 
     def series(tensor: str) -> list[Series]:
-        return [
-            Series(*SCORINGS[name], tensors[f"{name}.{tensor}"])
-            for name in shown
-            if f"{name}.{tensor}" in tensors
-        ]
+        found = {name: tensors.get(f"{name}.{tensor}") for name in shown}
+        return [Series(*SCORINGS[n], values) for n, values in found.items() if values is not None]
 
-    question = "How far apart are the engine that samples and the one that learns?"
-    routes: list[Figure | Absent] = [
-        Absent("routing", "A dense model has no routers: nothing to compare.")
-    ]
-    if series("experts_differing"):
-        mode = "off"
-        if "with_replay" in shown:
-            mode = tree["config"].get("replay", {}).get("mode", "r3")
-        routes = routing_figures_of(series, mode=mode)
-    return [
-        ("Distance", question, [extreme_tokens(pairs), *drawn, *turns(tree)]),
-        ("Routing", "Where do the two choose different experts?", routes),
-    ]
+    if not series("experts_differing"):
+        return drawn, [routing.NO_ROUTERS]
+    mode = "off"
+    if "with_replay" in shown:
+        mode = tree["config"].get("replay", {}).get("mode", "r3")
+    return drawn, routing.routing_figures(series, mode=mode)
 
 
 def turns(tree: Tree) -> list[Figure]:
     """Return the figure of k3 by turn of every scoring; no figure if episodes have one turn."""
-    curves = [
-        Curve.of(*SCORINGS[name], [tree["metrics"][name]])
-        for name in SCORINGS
-        if name in tree["metrics"]
-    ]
+    curves = [groups.Curve.of(*SCORINGS[n], [tree["metrics"][n]]) for n in _scored(tree)]
     several = [curve for curve in curves if curve.tokens]
-    if not several:
-        return []
-    return [by_turn(several)]
+    return [groups.by_turn(several)] if several else []
 
 
 def facts(tree: Tree) -> list[tuple[str, str]]:
@@ -368,13 +402,11 @@ def facts(tree: Tree) -> list[tuple[str, str]]:
         trainer += " + bf16 autocast"
     if short_name(tree) == model:
         model = ""
+    kind = " ".join(str(engine[key]) for key in ("kind", "url", "dtype") if engine.get(key))
     named = " ".join(str(task[key]) for key in ("kind", "name", "path") if task.get(key))
     out = [
         ("model", model),
-        (
-            "engine",
-            " ".join(str(engine[key]) for key in ("kind", "url", "dtype") if engine.get(key)),
-        ),
+        ("engine", kind),
         ("trainer", trainer),
         ("prompts", named),
         ("sampled", _sampled(tree)),
@@ -395,57 +427,32 @@ def short_name(tree: Tree) -> str:
     return model
 
 
-def tiles(tree: Tree) -> list[tuple[str, str, str]]:
-    """Return (name, value, small print) of the tiles."""
+def tiles(tree: Tree) -> list[Tile]:
+    """Return (name, value, small print, kind) of the tiles."""
     metrics = tree["metrics"]
-    plain, replayed = metrics["without_replay"], metrics.get("with_replay")
-    dense = metrics.get("dense")
-    out = [("k3 without replay", number(plain["mismatch/k3"]), "nats per token")]
+    plain, replayed, dense = (metrics.get(name) for name in SCORINGS)
+    k3, unit = number(plain["mismatch/k3"]), "nats per token"
+    found: list[Tile] = [("k3 without replay", k3, unit, "")]
     if replayed is not None:
-        out.append(("k3 with replay", number(replayed["mismatch/k3"]), _cut(plain, replayed)))
+        cut = _cut(plain["mismatch/k3"], replayed["mismatch/k3"])
+        found.append(("k3 with replay", number(replayed["mismatch/k3"]), cut, ""))
     if dense is not None:
-        out.append(("k3 of the dense model", number(dense["mismatch/k3"]), "nats per token"))
-    out.append(
-        (
-            "F(2)",
-            number(plain["mismatch/f2"], share=True),
-            "of the tokens off by more than a factor of 2",
-        )
-    )
+        found.append(("k3 of the dense model", number(dense["mismatch/k3"]), unit, ""))
+    f2 = show("mismatch/f2", plain["mismatch/f2"])
+    found.append(("F(2)", f2, "of the tokens off by more than a factor of 2", ""))
     if "routing/routers" in plain:
-        more = f"{number(plain['routing/tokens'], share=True)} of the tokens, prompts too, have one"
-        out.append((WOULD.capitalize(), number(plain["routing/routers"], share=True), more))
-    return out
+        touched = show("routing/tokens", plain["routing/tokens"])
+        more = f"{touched} of the tokens, prompts too, have one"
+        routers = show("routing/routers", plain["routing/routers"])
+        found.append((WOULD.capitalize(), routers, more, ""))
+    return found
 
 
-def _cut(plain: Tree, replayed: Tree) -> str:
-    without, within = plain["mismatch/k3"], replayed["mismatch/k3"]
+def _cut(without: float, within: float) -> str:
     if max(without, within) < HARMLESS_KL:
         return f"both are {SMALL}"
     if within == 0:
         return "nothing is left"
-    cut = without / within
-    if cut >= 1:
-        return f"{number(cut)} times less"
-    if not cut:
-        return "more"
-    return f"{number(1 / cut)} times more"
-
-
-def _cell(value: float | None, *, share: bool) -> str:
-    if share:
-        return number(value, share=True)
-    return number(value)
-
-
-def _interval_or_none(each: Tree) -> str:
-    if each["low"] == each["high"]:
-        return DASH
-    return interval(each)
-
-
-def _table(title: str, header: tuple[str, ...], rows: Rows) -> Table:
-    table = make_table(*header, title=title or None, title_justify="left", pad_edge=False)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    return table
+    if without >= within:
+        return f"{number(without / within)} times less"
+    return f"{number(within / without)} times more" if without else "more"

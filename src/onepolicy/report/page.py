@@ -1,16 +1,23 @@
-"""Frame of every report: palettes and templates."""
+"""The one page builder: what a page consists of, its palettes, and the file that needs no other.
+
+`run_page.py`, `measure.py`, `comparison.py` and `audit/report.py` say what is in a page. Verdicts
+and tables are printed from the same objects by `terminal.py`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from onepolicy.config import UsageError
-from onepolicy.report.figure import FONT, Absent, Figure
+from onepolicy.files import write_text_atomically
+from onepolicy.report.figures.parts import FONT, Absent, Figure
 
 TEMPLATES = Path(__file__).parent / "templates"
 FOOTER = "Where a figure shows them: the rollout is orange-red, the trainer blue, replay green."
@@ -32,6 +39,7 @@ LIGHT = {
     "arm-other": "#123f7a",
     "bad": "#b42318",
     "good": "#1f7a48",
+    "veil": "rgba(255,255,255,0.8)",
 }
 DARK = {
     "page": "#0f1217",
@@ -50,37 +58,108 @@ DARK = {
     "arm-other": "#4a86d8",
     "bad": "#ff8a80",
     "good": "#5ad28f",
+    "veil": "rgba(24,29,37,0.8)",
 }
 
+Tile = tuple[str, str, str, str]
+"""Name, value, small print, and "good", "bad" or nothing."""
 
-def render(
-    template: str, title: str, figures: list[Figure], *, footer: str = FOOTER, **values: Any
-) -> str:
-    """Return one HTML file that needs no other file.
 
-    `template` is a file of templates/ that extends page.html; it escapes the `values`. Raises
-    UsageError if plotly or jinja2 is not installed.
+@dataclass(frozen=True)
+class Card:
+    """A verdict: its sentence, the setting to make, its reasons."""
+
+    sentence: str
+    badge: str = ""
+    action: str = ""  # of a verdict (verdict/rules.py)
+    bad: bool = False
+    setting: str = ""
+    lines: Sequence[str] = ()
+    small: Sequence[str] = ()  # definitions, and what was not looked at
+    title: str = ""  # of one dump of several
+    tiles: Sequence[Tile] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts under a header; the first cell of a row is its name."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    note: str = ""
+    texts: bool = False  # the cells are sentences
+
+    @property
+    def kind(self) -> str:
+        """Return how the page draws it: tables of many columns are stacked on a phone."""
+        kinds = ["texts" if self.texts else "numbers"]
+        if self.texts or len(self.header) > 3:
+            kinds.append("stacked")
+        return " ".join(kinds)
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A text in parts, each "plain", "muted" or "mark", and a note under it."""
+
+    parts: Sequence[tuple[str, str]]
+    note: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, a question and what answers it; a folded one is opened by a click."""
+
+    title: str
+    lead: str
+    items: Sequence[Figure | Absent | Table | Excerpt]
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that a page shows, from the top down."""
+
+    title: str
+    heading: str
+    kicker: str
+    cards: Sequence[Card]
+    sections: Sequence[Section]
+    facts: Sequence[tuple[str, str]] = ()
+    notices: Sequence[str] = ()  # in red, before all else
+    details: Sequence[tuple[str, str]] = ()  # name and text of what is folded at the end
+    footer: str = FOOTER
+
+    def figures(self) -> Iterator[Figure]:
+        """Yield the figures in their order."""
+        for section in self.sections:
+            yield from (item for item in section.items if isinstance(item, Figure))
+
+
+def write_page(path: Path, page: Page) -> Path:
+    """Write a page as one file that loads nothing. Return its path.
+
+    Raises UsageError if plotly or jinja2 is not installed.
     """
-    specs = [{"name": f.name, **f.spec()} for f in figures]
+    specs = [{"name": figure.name, **figure.spec()} for figure in page.figures()]
     # "<" as an escape: no text of a run can close the script element
-    data = json.dumps(plain(specs), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return _template(template).render(
-        title=title,
-        footer=footer,
-        css=f":root {{ color-scheme: light dark; {_variables(LIGHT)} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}\n"
+    data = json.dumps(
+        plain({"figures": specs, "print": LIGHT}), allow_nan=False, separators=(",", ":")
+    ).replace("<", "\\u003c")
+    css = (
+        f":root {{ color-scheme: light dark; {_variables(LIGHT)} }}\n"
+        f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}\n"
         f"body {{ font: 15px/1.5 {FONT}; }}\n"
-        + (TEMPLATES / "style.css").read_text(encoding="utf-8"),
+    )
+    text = _template("page.html").render(
+        page=page,
+        css=css + (TEMPLATES / "style.css").read_text(encoding="utf-8"),
         script=(TEMPLATES / "figures.js").read_text(encoding="utf-8"),
         plotly=_plotly(),
         data=data,
-        **values,
     )
-
-
-def macro(name: str, *values: Any) -> str:
-    """Return the HTML of a macro of templates/parts.html."""
-    return str(getattr(_template("parts.html").module, name)(*values))
+    return write_text_atomically(path, text)
 
 
 def _template(name: str) -> Any:
@@ -96,8 +175,8 @@ def _template(name: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.tests["figure"] = lambda item: isinstance(item, Figure)
-    jinja.tests["absent"] = lambda item: isinstance(item, Absent)
+    for kind in (Figure, Absent, Table, Excerpt):
+        jinja.tests[kind.__name__.lower()] = lambda item, kind=kind: isinstance(item, kind)
     return jinja.get_template(name)
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from onepolicy.config import UsageError
 from onepolicy.files import write_text_atomically
-from onepolicy.report.figure import Figure, Spec
-from onepolicy.report.html import plain
-from onepolicy.report.page import LIGHT
+from onepolicy.report.figures.parts import Figure, Spec
+from onepolicy.report.page import LIGHT, plain
 
-SIZES = {"third": (620, 400), "half": (820, 440), "wide": (1240, 480)}
+SIZES = {"third": (620, 400), "half": (820, 440), "two-thirds": (960, 480), "wide": (1240, 480)}
 """Width and height without the title, in pixels at SCALE 1."""
 SQUARE = (720, 720)
 SCALE = 2

@@ -1,15 +1,19 @@
-"""Tables in the terminal: the summary of a run, and the checks of an engine."""
+"""In the terminal: verdicts and tables of the pages, the summary of a run, checks of an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from onepolicy.console import make_table
 from onepolicy.notation import counted, number
 from onepolicy.report.outcome import failed, outcome
+from onepolicy.report.page import Card
+from onepolicy.report.page import Table as Told
 from onepolicy.report.words import (
     ARROW,
     RAN,
@@ -25,6 +29,33 @@ from onepolicy.report.words import (
     time_shares,
     unlearnt,
 )
+
+STYLES = {"bug": "bold red", "unclear": "bold red", "nothing": "bold green"}
+
+
+def verdict_parts(card: Card) -> list[RenderableType]:
+    """Return a verdict as a page shows it: badge, sentence, setting, reasons."""
+    style = STYLES.get(card.action, "bold yellow")
+    parts = [Text(card.title, style="bold underline")] if card.title else []
+    parts += [Text(card.badge.upper(), style=style), Text(card.sentence, style=style)]
+    if card.setting:
+        parts.append(Text(f"  Set: {card.setting}"))
+    parts += [Text(f"  {line}") for line in card.lines]
+    parts += [Text(f"  {line}", style="dim") for line in card.small]
+    return [*parts]
+
+
+def told(table: Told, *, right: bool = False) -> Table:
+    """Return a table of a page. right: numbers end at one place, and are never broken."""
+    shown = make_table(title=table.title or None, title_justify="left", pad_edge=False)
+    shown.show_header = any(table.header)
+    shown.add_column(table.header[0], overflow="fold")
+    justify: Literal["right", "left"] = "right" if right else "left"
+    for name in table.header[1:]:
+        shown.add_column(Text(name), justify=justify, no_wrap=right)
+    for row in table.rows:
+        shown.add_row(*map(Text, row))
+    return shown
 
 
 def summary_table(summary: Tree) -> Table:

@@ -50,11 +50,54 @@ FEWEST_POINTS = 10
 """Fewest values of a curve whose ends show a direction."""
 QUANTITIES = {  # metric -> (name, is a share)
     "mismatch/k3": ("k3, nats per token", False),
-    "mismatch/f2": ("F(2), share of tokens off by more than 2" + TIMES, True),
-    "routing/routers": ("Routes that would differ", True),
+    "mismatch/k3_error": ("its standard error (by sequences)", False),
+    "mismatch/k1": ("k1 = mean -log rho, nats per token", False),
+    "mismatch/k2": ("k2, nats\N{SUPERSCRIPT TWO} per token", False),
+    "mismatch/chi2": ("chi2", False),
+    "mismatch/ess": ("Effective share of tokens", True),
+    "mismatch/mean_rho": ("Mean rho", False),
+    "mismatch/f1.25": ("F(1.25), tokens off by more than 1.25" + TIMES, True),
+    "mismatch/f2": ("F(2), tokens off by more than 2" + TIMES, True),
+    "mismatch/f5": ("F(5), tokens off by more than 5" + TIMES, True),
+    "mismatch/max_dp": ("Largest difference of probability", False),
+    "mismatch/max_dlogp": ("Largest |log rho|, nats", False),
+    "mismatch/pearson": ("Correlation of probabilities", False),
+    "mismatch/ppl_ratio": ("Perplexity, trainer / rollout", False),
+    "routing/routers": (WOULD.capitalize(), True),
     "routing/tokens": ("Tokens with such a route", True),
     "routing/sequence": ("Such routes per token", False),
 }
+"""Every quantity of a gap, as all pages and tables name it, in their order."""
+COMPARED = ("mismatch/k3", "mismatch/f2", "routing/routers", "routing/tokens", "routing/sequence")
+"""The quantities that a run's page compares with and without replay."""
+BADGES = {  # action of a verdict -> badge
+    "bug": "bug",
+    "nothing": "nothing to do",
+    "replay": "replay the routes",
+    "correct": "correct it",
+    "unclear": "unclear: look first",
+}
+ALARMING = ("bug", "unclear")
+"""Actions of a verdict that are shown in red."""
+NEAR_ONE = ("mismatch/mean_rho", "mismatch/pearson", "mismatch/ppl_ratio")
+HOW_FAR = "How far apart are the engine that samples and the one that learns?"
+WHERE_ROUTES = "Where do the two choose different experts?"
+FORECAST_HEADER = ("Preset", "Tokens kept", "Step multiplied by")
+
+
+def show(metric: str, value: float | None) -> str:
+    """Return a value of one of QUANTITIES as text."""
+    if value is not None and metric in NEAR_ONE:
+        return f"{value:.4f}"
+    return number(value, share=QUANTITIES[metric][1])
+
+
+def forecast_rows(forecasts: Sequence[Tree]) -> list[tuple[str, str, str]]:
+    """Return the rows under FORECAST_HEADER: predicted effects of presets on what is left."""
+    return [
+        (each["preset"], number(each["keep"], share=True), number(each["attenuation"]))
+        for each in forecasts
+    ]
 
 
 def factor(ratio: float | None) -> str:
@@ -270,7 +313,7 @@ class Compared:
 
 
 def compared(summary: Tree) -> list[Compared]:
-    """Return the quantities that were measured, in the order of QUANTITIES.
+    """Return the quantities that were measured, in the order of COMPARED.
 
     Raises UsageError if the summary is damaged.
     """
@@ -288,6 +331,7 @@ def compared(summary: Tree) -> list[Compared]:
     found = [
         Compared(key, name, is_share, *(table.get(key) for table in tables))
         for key, (name, is_share) in QUANTITIES.items()
+        if key in COMPARED
     ]
     return [entry for entry in found if entry.trained is not None]
 

@@ -12,7 +12,7 @@ from typing import Any
 from onepolicy.config import RunConfig
 from onepolicy.config.stored_config import read_stored_config
 from onepolicy.files import write_text_atomically
-from onepolicy.report.html import write_report
+from onepolicy.report.run_page import write_report
 from onepolicy.run.learning_check import GROUPED, nothing_learnt
 from onepolicy.run.log import read_metrics
 from onepolicy.run.run_folder import SUMMARY, read_parent

@@ -27,9 +27,9 @@ def test_two_dumps_in_a_browser(tmp_path) -> None:
     assert drawn.roots["body"]["data-figures"] == "drawn"
     assert drawn.roots["html"]["data-loaded"] == ""
     assert int(drawn.roots["html"]["data-overflow"] or "1") <= 0
-    pictures = [name for name in drawn.marks if name.startswith("rows_")]
-    assert len(pictures) == 2
+    pictures = [name for name in drawn.marks if name.startswith(("rows_", "scatter_"))]
+    assert len(pictures) == 4
     others = {name: marks for name, marks in drawn.marks.items() if name not in pictures}
     lines = {name: marks.get("js-line", 0) for name, marks in others.items()}
-    # two curves, and their legend
-    assert lines == dict.fromkeys(("log_ratio", "f_tau", "k3", "f2", "reward"), 4)
+    assert set(lines) == {"log_ratio", "f_tau", "k3", "f2", "reward"}
+    assert min(lines.values()) >= 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from onepolicy.report.html import write_report
+from onepolicy.report.run_page import write_report
 from support.browser import PLOTLY, Drawn, opened
 from support.report_run import make_fixture_run
 

@@ -7,22 +7,16 @@ import re
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from onepolicy.report.causes import (
-    breakdown_figures,
-    fall_figure,
-    fall_title,
-    figure,
-    noise_figure,
-    rows,
-    worst_rows,
-)
+from onepolicy.report.figures.causes import breakdowns, distribution, fall_title, noise, waterfall
 from onepolicy.report.measure import (
     breakdown_rows,
     comparison,
+    distribution_table,
     engine_rows,
     summary,
     tiles,
     waterfall_rows,
+    worst_positions,
     write_report,
 )
 from onepolicy.report.page import DARK, LIGHT
@@ -207,7 +201,7 @@ def test_figures_are_files_and_the_page_is_small(report):
 def test_texts_of_the_model_are_escaped(report):
     page = report.read_text(encoding="utf-8")
     assert "some/&lt;model&gt;" in page
-    assert "1+&lt;/pre&gt;<mark>&lt;b&gt;</mark>2" in page
+    assert "1+&lt;/pre&gt;</span><mark>&lt;b&gt;</mark>" in page
     assert "trained on" not in page
     assert "sk-LEAKED" not in page  # a key of the task's settings
     assert "probe" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
@@ -225,22 +219,26 @@ def test_the_verdict_says_that_it_judged_made_up_sums(report):
 
 def test_distributions_are_drawn_and_described():
     found = TREE["distribution"]
-    data = figure(found).data
+    low, _, high, _ = distribution(found).data
     # 0 is drawn a decade below the smallest share, as 0
-    assert data[0]["y"] == pytest.approx([1.0, 0.5, 0.01])
-    assert data[1]["y"] == [1.0, 1.0, 0.75]
-    assert rows(found)[0] == ("positions whose likeliest token differs", "25%", "0%")
+    assert low["y"] == pytest.approx([1.0, 0.5, 0.01])
+    assert high["y"] == [1.0, 1.0, 0.75]
+    assert distribution_table(found).rows[0] == (
+        "positions whose likeliest token differs",
+        "25%",
+        "0%",
+    )
     dash = "\N{EN DASH}"
     worst = (f"0.2 {dash} 0.4", f"'+' 0.6 / 0.4, '</td>' {dash} / 0.5")
-    assert worst_rows(found)[0][2:4] == worst
+    assert worst_positions(found)[0][2:4] == worst
     plain = {**found, "metrics": {"without_replay": found["metrics"]["without_replay"]}}
-    assert rows(plain)[0][2] == dash
+    assert distribution_table(plain).rows[0][2] == dash
 
 
 def test_waterfall_bars_stand_between_their_levels():
     """A gap of 5e-3: routing takes 4e-3 away, precision adds 1e-3 again. The axis counts in units
     of 1e-3."""
-    drawn = fall_figure(TREE)
+    drawn = waterfall(TREE)
     gap, less, more, left = drawn.data
     assert (gap["x"], left["x"]) == ([5], [2])
     assert (less["base"], less["x"]) == (pytest.approx([5]), pytest.approx([-4]))
@@ -261,7 +259,7 @@ def test_waterfall_bars_stand_between_their_levels():
 
 
 def test_parts_of_the_gap_stand_beside_parts_of_the_tokens():
-    drawn = {figure.layout["yaxis"]["title"]["text"]: figure for figure in breakdown_figures(TREE)}
+    drawn = {figure.layout["yaxis"]["title"]["text"]: figure for figure in breakdowns(TREE)}
     of_tokens, of_gap = drawn["turn"].data
     assert (of_tokens["name"], of_gap["name"]) == ("of the tokens", "of the gap")
     assert of_tokens["y"] == of_gap["y"] == ["turn 1", "turn 2"]
@@ -278,7 +276,7 @@ def test_shares_are_percentages_in_the_tables():
     repeated |= dict.fromkeys(["engine_all/k3", "engine_all/routers", "engine_all/same"], 0.25)
     tree = TREE | {"metrics": {"without_replay": found, "repeated_forward": repeated}}
     told = [row[1] for row in comparison(tree)]
-    assert told == ["0.25"] * 2 + ["25%"] * 3 + ["0.25"] * 2 + ["25%"] * 3 + ["0.25"] * 2 + ["25%"]
+    assert told == ["0.25"] * 2 + ["25%"] * 4 + ["0.25"] * 2 + ["25%"] * 2 + ["0.25"] * 2 + ["25%"]
     assert [row[1] for row in engine_rows(tree)] == ["0.25", "25%", "25%"]
 
 
@@ -297,7 +295,7 @@ def test_a_negligible_gap_has_no_percentages_and_no_intervals():
     made = [bar("routing", 1e-5, 5e-5), bar("precision", -6e-5, 6e-5)]
     fall = {"total": estimate(6e-5), "bars": made}
     small = TREE | {"waterfall": fall}
-    drawn = fall_figure(small)
+    drawn = waterfall(small)
     title = "The gap of 6e-5 nats per token is too small to matter"
     assert drawn.title == title
     for trace in drawn.data:
@@ -305,7 +303,7 @@ def test_a_negligible_gap_has_no_percentages_and_no_intervals():
         assert set(trace["error_x"]["array"] + trace["error_x"]["arrayminus"]) == {0.0}
         assert "(" not in str(trace["text"])
     assert [row[2] for row in waterfall_rows(small)] == ["\u2013"] * 4
-    assert noise_figure(small).title == "Every change by itself is too small to matter"
+    assert noise(small).title == "Every change by itself is too small to matter"
     plain = {"mismatch/k3": 9e-5, "mismatch/f2": 0.0}
     metrics = {"without_replay": plain, "with_replay": {"mismatch/k3": 3e-5}}
     assert tiles(small | {"metrics": metrics})[1][2] == "both are too small to matter"
@@ -314,7 +312,7 @@ def test_a_negligible_gap_has_no_percentages_and_no_intervals():
 
 
 def test_noise_is_compared_with_the_gap():
-    drawn = noise_figure(TREE)
+    drawn = noise(TREE)
     (points,) = drawn.data
     assert [name.split("<br>")[0] for name in points["y"]] == ["trainer, repeated", "batch shape"]
     assert points["marker"]["symbol"] == ["circle-open", "circle"]  # exactly 0 is said to be 0

@@ -7,7 +7,7 @@ from PIL import Image
 
 from onepolicy.config import UsageError
 from onepolicy.report import png
-from onepolicy.report.figure import AXIS, REPLAY, ROLLOUT, Figure, axis, bars, line
+from onepolicy.report.figures.parts import AXIS, REPLAY, ROLLOUT, Figure, axis, bars, line
 from onepolicy.report.page import LIGHT
 from onepolicy.report.png import SCALE, SQUARE, write_figures
 

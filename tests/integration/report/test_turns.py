@@ -5,11 +5,12 @@ import math
 
 import pytest
 
-from onepolicy.report.figure import DENSE, REPLAY, TRAINER, Absent, Figure
+from onepolicy.report.figures.groups import Curve, by_turn
+from onepolicy.report.figures.parts import DENSE, REPLAY, TRAINER, Absent, Figure
 from onepolicy.report.measure import turns
 from onepolicy.report.png import write_figures
 from onepolicy.report.run import load_run
-from onepolicy.report.turns import Curve, by_turn, turn_figures
+from onepolicy.report.run_page import turn_figures
 from support.report_run import make_fixture_run
 
 

@@ -13,8 +13,8 @@ import pytest
 from onepolicy.config import UsageError
 from onepolicy.console import Console
 from onepolicy.files import refuse_links_out
-from onepolicy.report.html import write_report
 from onepolicy.report.jsonl import read_samples
+from onepolicy.report.run_page import write_report
 from onepolicy.report.terminal import summary_table
 from onepolicy.run import resume
 from onepolicy.run.log import RunLog, read_metrics, truncate_after

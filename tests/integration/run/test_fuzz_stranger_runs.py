@@ -11,7 +11,7 @@ import pytest
 
 from onepolicy.cli import main
 from onepolicy.config import UsageError
-from onepolicy.report.html import write_report
+from onepolicy.report.run_page import write_report
 from support.fuzz import SLOW, survives
 from support.small_recipe import write_recipe
 from support.stranger_runs import apply, changes, remove, restore

@@ -14,14 +14,9 @@ from onepolicy.audit.claims import describe_bit_equality
 from onepolicy.config import UsageError
 from onepolicy.config.stored_config import read_stored_config
 from onepolicy.record.probes import read_run
-from onepolicy.report import words
-from onepolicy.report.html import _facts, _rules, _shown, _tiles
-from onepolicy.report.learning import learning_figures, time_split
-from onepolicy.report.mismatch import mismatch_figures, staleness_figures
-from onepolicy.report.routing import routing_figures
 from onepolicy.report.run import load_run
+from onepolicy.report.run_page import page_of
 from onepolicy.report.terminal import summary_table
-from onepolicy.report.turns import turn_figures
 from onepolicy.run import resume
 from onepolicy.run.log import read_metrics, truncate_after
 from onepolicy.run.summary import summarise
@@ -71,16 +66,7 @@ def run(tmp_path_factory):
 def read_report(run):
     """Read as write_report does, without filling in the page."""
     loaded = load_run(run)
-    for draw in (learning_figures, mismatch_figures, turn_figures, routing_figures):
-        draw(loaded)
-    time_split(loaded)
-    staleness_figures(loaded)
-    for write in (words.verdict, words.comparison, words.time_shares, _rules):
-        write(loaded.summary)
-    _facts(loaded)
-    _tiles(loaded)
-    for sample in loaded.samples:
-        _shown(sample)
+    page_of(loaded, "run")
     summary_table(loaded.summary)
 
 

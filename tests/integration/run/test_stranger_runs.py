@@ -17,7 +17,7 @@ from onepolicy.console import Console
 from onepolicy.launch.arms import Arm, play_arms
 from onepolicy.launch.plan_arms import PlannedArm, runs_in
 from onepolicy.record.read import read_dump
-from onepolicy.report.html import write_report
+from onepolicy.report.run_page import write_report
 from onepolicy.run.log import read_metrics
 from onepolicy.train import checkpoint
 from support.report_run import make_fixture_run, own_probe

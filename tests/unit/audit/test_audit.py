@@ -22,7 +22,7 @@ from onepolicy.cli import main
 from onepolicy.config import UsageError
 from onepolicy.console import Console
 from onepolicy.record.schema import write_parquet
-from onepolicy.report.figure import Absent, Figure
+from onepolicy.report.figures.parts import Absent, Figure
 from onepolicy.verdict.rules import CAUSES
 from support.audit_dumps import gaussian_rows, moved_routes, with_routes, world_rows, write_jsonl
 from support.examples import examples
@@ -85,10 +85,10 @@ def test_recommendations_for_heavy_tails_and_differing_routes(tmp_path) -> None:
     assert each.accumulated.routes.routers == differing / (2 * 50 * 78)
     assert each.accumulated.routes.tokens == differing
     assert each.accumulated.routes.per_layer.tolist() == [0, differing]
-    assert layers_title(each) == "Layer 1 would choose otherwise most: for 24.4% of the tokens"
+    assert layers_title(each) == "Layer 1 would choose otherwise most: for 24.4% of tokens"
     for row in rows:  # in both layers
         row["routes_trainer"] = row["routes_trainer"][2:4] * (2 * 80)
-    title = "No layer stands out: other experts for at most 100% of the tokens"
+    title = "No layer stands out: other experts for at most 100% of tokens"
     assert layers_title(audited(tmp_path, rows)) == title
 
 

@@ -14,20 +14,29 @@ import pytest
 from safetensors.numpy import save_file
 
 from onepolicy.config import resolve
-from onepolicy.report.figure import REPLAY, ROLLOUT, TRAINER, Absent, Figure, LogScale
-from onepolicy.report.html import write_report
-from onepolicy.report.learning import learning_figures, time_split, trailing_mean
-from onepolicy.report.mismatch import (
-    extreme_tokens,
-    k3,
+from onepolicy.report.figures.parts import (
+    REPLAY,
+    ROLLOUT,
+    TRAINER,
+    Absent,
+    Figure,
+    LogScale,
+    Series,
+)
+from onepolicy.report.figures.routing import per_layer
+from onepolicy.report.figures.tokens import extreme_tokens, subsample, tails_of
+from onepolicy.report.outcome import outcome
+from onepolicy.report.run import load_run
+from onepolicy.report.run_page import (
     k3_by_age,
+    learning_figures,
     mismatch_figures,
     pairs_of,
-    subsample,
+    routing_figures,
+    time_split,
+    token_figures,
+    write_report,
 )
-from onepolicy.report.outcome import outcome
-from onepolicy.report.routing import Series, per_layer, routing_figures
-from onepolicy.report.run import load_run
 from onepolicy.report.words import verdict
 from onepolicy.run.summary import summarise
 from support.report_run import make_fixture_run
@@ -62,7 +71,7 @@ def copy(small_run, tmp_path) -> Path:
 
 def specs(html: str) -> dict[str, dict]:
     data = re.search(r'<script id="figures" type="application/json">(.*?)</script>', html, re.S)
-    return {spec["name"]: spec for spec in json.loads(data[1])}
+    return {spec["name"]: spec for spec in json.loads(data[1])["figures"]}
 
 
 def without_plotly(html: str) -> str:
@@ -121,11 +130,11 @@ def test_colours_and_second_signs(run_folder):
     for sign in ("dash", "symbol", "pattern"):
         assert len({getattr(look, sign) for look in looks}) == 3
     figures = {f.name: f for f in all_figures(run_folder) if isinstance(f, Figure)}
-    assert figures["reward"].data[0]["line"]["color"] == "@rollout"
+    assert figures["reward"].data[1]["line"]["color"] == "@rollout"
     assert "eval/response_length" in load_run(run_folder).names("eval/")
     assert not any("length" in trace["name"] for trace in figures["reward"].data)
-    assert figures["entropy"].data[0]["line"]["color"] == "@trainer"
-    assert [t["line"]["color"] for t in figures["k3"].data] == ["@replay", "@trainer"]
+    assert figures["entropy"].data[1]["line"]["color"] == "@trainer"
+    assert [t["line"]["color"] for t in figures["k3"].data[1::2]] == ["@trainer", "@replay"]
     assert figures["scatter"].data[0]["marker"]["color"] == "@replay"
     assert figures["scatter_native"].data[0]["marker"]["color"] == "@trainer"
     for name in ("routers", "tokens", "sequences", "layers"):
@@ -138,16 +147,16 @@ def test_colours_and_second_signs(run_folder):
 def test_a_layer_is_named_only_where_it_stands_out(subtests):
     """It is above twice the median of the others: 3% beside 1, 2 and 1%, not 3% beside 2, 1, 2%."""
     cases = {
-        (0.01, 0.02, 0.01, 0.03): "Layer 3 would choose otherwise most: for 3% of tokens here",
+        (0.01, 0.02, 0.01, 0.03): "Layer 3 would choose otherwise most: for 3% of tokens",
         (
             0.02,
             0.03,
             0.01,
             0.02,
-        ): "No layer stands out: other experts for at most 3% of tokens here",
-        (0.01, 0.02, 0.01): "No layer stands out: other experts for at most 2% of tokens here",
-        (0.0, 0.25): "Layer 1 would choose otherwise most: for 25% of tokens here",
-        (0.25,): "No layer stands out: other experts for at most 25% of tokens here",
+        ): "No layer stands out: other experts for at most 3% of tokens",
+        (0.01, 0.02, 0.01): "No layer stands out: other experts for at most 2% of tokens",
+        (0.0, 0.25): "Layer 1 would choose otherwise most: for 25% of tokens",
+        (0.25,): "No layer stands out: other experts for at most 25% of tokens",
         (0.0, 0.0): "No layer would choose another expert",
     }
     for shares, title in cases.items():
@@ -157,7 +166,8 @@ def test_a_layer_is_named_only_where_it_stands_out(subtests):
 
 def all_figures(folder: Path) -> list[Figure | Absent]:
     run = load_run(folder)
-    return [*learning_figures(run), *mismatch_figures(run), *routing_figures(run), time_split(run)]
+    drawn = (learning_figures, mismatch_figures, token_figures, routing_figures)
+    return [*(figure for draw in drawn for figure in draw(run)), time_split(run)]
 
 
 OF_ROUTERS = {"routers", "tokens", "sequences", "layers", "gate-mass"}
@@ -177,9 +187,9 @@ def test_missing_pieces_leave_a_sentence(tmp_path, subtests):
             assert set(specs(page)) == FULL - gone
             assert sentence in page
             if part == "replay":  # k3 is then drawn as the trainer's
-                figure = k3(load_run(made))
+                (figure,) = mismatch_figures(load_run(made))
                 assert isinstance(figure, Figure)
-                assert [t["line"]["color"] for t in figure.data] == ["@trainer"]
+                assert [t["line"]["color"] for t in figure.data[1::2]] == ["@trainer"]
 
 
 def retold(copy: Path, change) -> dict[str, str]:
@@ -205,7 +215,7 @@ def test_titles_follow_the_data(copy):
     assert titles["grad_norm"] == "Gradient norm is 0 throughout"
     assert titles["length"] == "Response length is 80 tokens throughout"
     assert titles["reward"].startswith("Reward falls")
-    assert titles["k3"] == "Replay cuts k3 by 4\u00d7, one probe: the gap between both curves"
+    assert titles["k3"] == "Replay cuts k3 by 4\u00d7, one probe"
     assert titles["time"].startswith("The largest part of a step is rollout: 5")
 
 
@@ -239,10 +249,11 @@ def test_f_tau_by_hand(copy):
     start."""
     native = [-2 + math.log(ratio) for ratio in (1.0, 1.5, 3.0, 1 / 3)]
     logp = {"logp_rollout": [-2.0] * 4, "logp_trainer": [-2.0] * 4}
-    figure = extreme_tokens(pairs_of(probe_run(copy, **logp, logp_trainer_native=native)))
+    pairs = pairs_of(probe_run(copy, **logp, logp_trainer_native=native))
+    figure = extreme_tokens(tails_of(pairs))
     assert isinstance(figure, Figure)
     # 5 is off the axis: the largest ratio is 3
-    replayed, *replayed_spots, native, at_125, at_2 = figure.data
+    replayed, native, *replayed_spots, at_125, at_2 = figure.data
     floor = 0.01  # one decade below 1/n = 0.25
     assert (at_125["y"], at_2["y"]) == ([0.75], [0.5])
     assert figure.title == "Off by more than a factor of 2: 0% with replay, 50% without replay"
@@ -278,12 +289,12 @@ def test_routing_figures_by_hand(copy):
 
 
 def test_zero_k3_is_visible(copy):
-    figure = k3(load_run(copy))
+    (figure,) = mismatch_figures(load_run(copy))
     assert isinstance(figure, Figure)
-    trace, axis = figure.data[0], figure.layout["yaxis"]
+    trace, axis = figure.data[2], figure.layout["yaxis"]
     zero = trace["x"].index(7)  # the fixture's step 7 has k3 = 0
-    assert trace["marker"]["symbol"][zero] == "square-open"
-    assert trace["marker"]["symbol"].count("square-open") == 1
+    assert trace["marker"]["symbol"][zero] == "line-ns-open"
+    assert trace["marker"]["symbol"].count("line-ns-open") == 1
     assert trace["y"][zero] == min(trace["y"]) == axis["tickvals"][0]
     assert axis["ticktext"][0] == "0"
     assert axis["type"] == "log"
@@ -328,33 +339,6 @@ def test_subsample_keeps_the_extremes():
     rest = difference[np.setdiff1d(chosen, np.argsort(-difference)[:500])]
     assert rest.mean() == pytest.approx(difference.mean(), abs=0.02)  # not only extremes
     assert (subsample(difference[:9], 10_000) == np.arange(9)).all()
-
-
-def test_trailing_mean_by_hand():
-    assert trailing_mean([1.0, 3.0, math.nan, 5.0], 2) == [1.0, 2.0, 3.0, 5.0]
-    assert trailing_mean([1e100, 1.0, 0.1, 0.3], 2)[2:] == [0.55, 0.2]
-
-
-class Counted(list):
-    """A list that counts the values that are read from it."""
-
-    read = 0
-
-    def __iter__(self):
-        self.read += len(self)
-        return super().__iter__()
-
-    def __getitem__(self, key):
-        found = super().__getitem__(key)
-        self.read += len(found) if isinstance(key, slice) else 1
-        return found
-
-
-def test_a_trailing_mean_reads_no_value_for_every_window_that_it_is_in():
-    """A long run has windows of thousands of steps."""
-    values = Counted([0.5] * 1000)
-    assert trailing_mean(values, 100) == [0.5] * 1000
-    assert values.read < 5 * 1000
 
 
 def test_time_split_adds_up(run_folder):

@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save
 
 from onepolicy.config import UsageError
-from onepolicy.report.html import write_report
 from onepolicy.report.run import load_run
+from onepolicy.report.run_page import write_report
 from support.report_run import make_fixture_run, write_probe
 
 

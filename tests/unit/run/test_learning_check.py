@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from onepolicy.config import resolve
-from onepolicy.report.html import write_report
+from onepolicy.report.run_page import write_report
 from onepolicy.report.terminal import summary_table
 from onepolicy.report.words import unlearnt
 from onepolicy.run.learning_check import EXCERPT, PATIENCE, LearningMonitor, nothing_learnt

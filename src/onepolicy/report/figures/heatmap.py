@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from onepolicy.audit.assessment import AuditResult, growth
 from onepolicy.notation import counted
-from onepolicy.record.schema import Array
-from onepolicy.report.figure import RHO, Absent, Figure, Spec, axis, decade
+from onepolicy.report.figures.parts import RHO, Absent, Array, Figure, Spec, axis, decade
 
 MAX_ROWS, MAX_COLUMNS = 96, 32
 MIN_CELL_TOKENS = 4
@@ -23,19 +22,19 @@ FLOOR = 1e-4
 """The smallest |log rho| that the colours distinguish [nats]."""
 
 
-def row_heatmap(result: AuditResult) -> Figure | Absent:
-    """Draw the mean |log rho| of sampled rows, in the order of the dump.
+def row_heatmap(
+    gaps: list[Array], label: str, growth: Callable[[list[Array]], str]
+) -> Figure | Absent:
+    """Draw the mean |log rho| of rows, in their order.
 
-    A cell is some consecutive tokens inside the mask.
+    A cell is some consecutive tokens inside the mask. gaps: |log rho| of each row. label: of the
+    dump, if there are several. growth: says how gaps grow or fall along the rows, if they do.
     """
-    rows = [row.columns for row in result.accumulated.sample.rows(None)]
-    rows = [columns for columns in rows if columns["mask"].any()]
-    name = _figure_name(result.label)
-    if not rows:
+    gaps, name = [gap for gap in gaps if len(gap)], f"rows_{digest(label)}"
+    if not gaps:
         return Absent(name, "By row and place: no row has a token in the mask.")
-    chosen = np.linspace(0, len(rows) - 1, min(len(rows), MAX_ROWS)).astype(int)
-    rows = [rows[i] for i in chosen]
-    gaps = [np.abs(row["logp_trainer"] - row["logp_rollout"])[row["mask"]] for row in rows]
+    chosen = np.linspace(0, len(gaps) - 1, min(len(gaps), MAX_ROWS)).astype(int)
+    gaps = [gaps[i] for i in chosen]
     width = max(MIN_CELL_TOKENS, math.ceil(max(map(len, gaps)) / MAX_COLUMNS))
     means = [
         [_log_mean(gap[start : start + width]) for start in range(0, len(gap), width)]
@@ -45,19 +44,20 @@ def row_heatmap(result: AuditResult) -> Figure | Absent:
         "xaxis": axis("place in the response"),
         "yaxis": axis("row of the sample", autorange="reversed"),
     }
-    whose = f"{result.label}: mean" if result.label else "Mean"
+    whose = f"{label}: mean" if label else "Mean"
     note = (
-        f"{whose} |log {RHO}| of {counted(len(rows), 'row')}, {counted(width, 'token')} a cell. "
+        f"{whose} |log {RHO}| of {counted(len(gaps), 'row')}, {counted(width, 'token')} a cell. "
         "Mismatch looks alike in all rows, and may grow along them; a stripe is a row of other "
         "weights, a border that runs down a turn or a prompt, a step in a row a lost token."
     )
-    data = [_heatmap(means, width)]
-    return Figure(name, _title(means, width, gaps), note, data, layout, "wide", height=420)
+    data, title = [_heatmap(means, width)], _title(means, width, growth(gaps))
+    return Figure(name, title, note, data, layout, "wide", height=420)
 
 
-def _figure_name(label: str) -> str:
+def digest(label: str) -> str:
+    """Return a short name of a dump that is one word."""
     name = f"rows-{label}" if label else "rows"
-    return "rows_" + hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:8]
+    return hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 def _log_mean(gap: Array) -> float:
@@ -103,7 +103,7 @@ def _tick_text(tick: int) -> str:
     return f"\u2264{decade(tick)}"
 
 
-def _title(means: list[list[float]], width: int, gaps: list[Array]) -> str:
+def _title(means: list[list[float]], width: int, grown: str) -> str:
     """Return whether rows or positions stand out from the median, or the gap grows or falls."""
     rows = np.array([_mean_gap(row) for row in means])
     columns = [
@@ -122,7 +122,6 @@ def _title(means: list[list[float]], width: int, gaps: list[Array]) -> str:
                 f"{far} of {len(values)} {name} {verb} {FAR:g} times farther apart than the "
                 "middle one"
             )
-    grown = growth(gaps)
     if grown:
         return f"{grown[0].upper()}{grown[1:]}"
     return f"No row and no place stands out by a factor of {FAR:g}"

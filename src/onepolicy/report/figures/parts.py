@@ -7,13 +7,17 @@ the light palette.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 Spec = dict[str, Any]
-Width = Literal["third", "half", "wide"]
+Array = np.ndarray
+Width = Literal["third", "half", "two-thirds", "wide"]
 
 TAU = "\N{GREEK SMALL LETTER TAU}"
 RHO = "\N{GREEK SMALL LETTER RHO}"
@@ -56,6 +60,31 @@ REPLAY = LineStyle("@replay", "dot", "square", "x")
 DENSE = LineStyle("@dense", "12px,3px,2px,3px", "triangle-up", "-")
 NEUTRAL = LineStyle("@ink", "solid", "star", "")
 SOFT = LineStyle("@soft", "dot", "circle", "")
+ARMS = (
+    LineStyle("@arm-first", "solid", "circle", ""),
+    LineStyle("@arm-other", "7px,2px", "diamond", "/"),
+    DENSE,
+    REPLAY,
+    NEUTRAL,
+    SOFT,
+)
+"""Arms of a comparison, or dumps. The first two differ in lightness too, so they differ in grey."""
+WITHOUT, WITH = ("without replay", TRAINER), ("with replay", REPLAY)
+"""Label and style of both scorings of a batch."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values of one run, arm, dump or scoring, under the name and in the style of all figures."""
+
+    label: str
+    style: LineStyle
+    y: Any  # a sequence of numbers, or an array
+    x: Any = ()  # as many as y; none: 0, 1, ...
+
+    def __post_init__(self) -> None:
+        if not len(self.x):
+            object.__setattr__(self, "x", range(len(self.y)))
 
 
 @dataclass(frozen=True)
@@ -80,6 +109,10 @@ class Figure:
             for name, settings in given.items()
         }
         return {"data": self.data, "layout": LAYOUT | self.layout | axes}
+
+    def noted(self, note: str) -> Figure:
+        """Return the figure with one more sentence in its note."""
+        return dataclasses.replace(self, note=f"{self.note} {note}".strip())
 
 
 @dataclass(frozen=True)
@@ -153,46 +186,40 @@ def axis(title: str, **settings: Any) -> Spec:
     return {"title": {"text": title}, **settings}
 
 
-def line(
-    name: str, x: Sequence[Any], y: Sequence[float], style: LineStyle, **settings: Any
-) -> Spec:
+def line(name: str, x: Sequence[Any], y: Sequence[Any], style: LineStyle, **more: Any) -> Spec:
     """Return a plotly line."""
     stroke = {"color": style.color, "dash": style.dash, "width": 1.8}
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": name,
-        "x": x,
-        "y": y,
-        "line": stroke,
-        **settings,
-    }
+    return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, "line": stroke} | more
 
 
-def markers(
-    name: str, x: Sequence[Any], y: Sequence[Any], style: LineStyle, **settings: Any
-) -> Spec:
+def markers(name: str, x: Sequence[Any], y: Sequence[Any], style: LineStyle, **more: Any) -> Spec:
     """Return plotly markers."""
-    marker = {"color": style.color, "symbol": style.symbol, "size": 8} | settings.pop("marker", {})
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": x,
-        "y": y,
-        "marker": marker,
-        **settings,
-    }
+    marker = {"color": style.color, "symbol": style.symbol, "size": 8} | more.pop("marker", {})
+    spec = {"type": "scatter", "mode": "markers", "name": name, "x": x, "y": y, "marker": marker}
+    return spec | more
 
 
-def bars(name: str, x: Sequence[Any], y: Sequence[Any], style: LineStyle, **settings: Any) -> Spec:
+def bars(name: str, x: Sequence[Any], y: Sequence[Any], style: LineStyle, **more: Any) -> Spec:
     """Return plotly bars."""
-    pattern = {
-        "shape": style.pattern,
-        "size": 7,
-        "solidity": 0.15,
-        "fgcolor": "@paper",
-        "fillmode": "overlay",
-    }
-    marker = {"color": style.color, "pattern": pattern}
-    return {"type": "bar", "name": name, "x": x, "y": y, "marker": marker, **settings}
+    pattern = {"shape": style.pattern, "size": 7, "solidity": 0.15, "fillmode": "overlay"}
+    marker = {"color": style.color, "pattern": pattern | {"fgcolor": "@paper"}}
+    return {"type": "bar", "name": name, "x": x, "y": y, "marker": marker} | more
+
+
+def limit(
+    at: float, meaning: str, *, vertical: bool = False, log: bool = True
+) -> tuple[Spec, Spec]:
+    """Return a dotted line across the figure, and its meaning beside its beginning."""
+    along, across = ("y", "x") if vertical else ("x", "y")
+    stroke = {"color": "@muted", "width": 1.2, "dash": "5px,3px"}
+    ends = {f"{along}0": 0, f"{along}1": 1, f"{along}ref": "paper"}
+    ends |= {f"{across}0": at, f"{across}1": at}
+    place = math.log10(at) if log else at
+    where = {across: place, along: 0, f"{along}ref": "paper"}
+    if vertical:
+        where |= {"y": 1, "xanchor": "left", "yanchor": "top", "xshift": 3}
+    else:
+        where |= {"xanchor": "left", "yanchor": "bottom", "xshift": 4}
+    font = {"size": 11, "color": "@muted"}
+    text = {"text": meaning, "showarrow": False, "font": font, "bgcolor": "@veil", **where}
+    return {"type": "line", "line": stroke, "layer": "between", **ends}, text

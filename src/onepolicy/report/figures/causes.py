@@ -1,0 +1,306 @@
+"""Causes and places of a gap: waterfall, single changes, breakdowns, whole distributions.
+
+Input: the tree of OUT/measure.json.
+"""
+
+from __future__ import annotations
+
+import math
+
+from onepolicy.notation import DASH, number
+from onepolicy.report.figures.parts import (
+    NEUTRAL,
+    REPLAY,
+    ROLLOUT,
+    SOFT,
+    WITH,
+    WITHOUT,
+    Absent,
+    Figure,
+    LineStyle,
+    LogScale,
+    Series,
+    Spec,
+    axis,
+    bars,
+    limit,
+    line,
+    markers,
+)
+from onepolicy.report.figures.tokens import beyond
+from onepolicy.report.words import Tree
+from onepolicy.verdict.declared import HARMLESS_KL
+from onepolicy.verdict.rules import SMALL
+
+ROW = 46  # pixels of one row of a horizontal figure
+REPEATED = {  # metric -> (name, description of the repetition)
+    "counterfactual/repeat/k3": (
+        "trainer, repeated",
+        "the same forward a second time, packed in the opposite order",
+    ),
+    "engine_all/k3": ("engine, repeated", "the same requests with the same seeds a second time"),
+}
+
+
+def distribution(found: Tree) -> Figure:
+    """Draw the share of positions whose total variation exceeds x.
+
+    The true share is between the two lines of a scoring.
+    """
+    looks = {"without_replay": WITHOUT, "with_replay": WITH}
+    edges, above = found["edges"], found["above"]
+    low = [Series(*looks[name], sides["low"], edges) for name, sides in above.items()]
+    high = [sides["high"] for sides in above.values()]
+    scale = LogScale.of(*(each.y for each in low), *high, [0.0], top=1.0)
+    note = (
+        "Total variation = half the sum of |p_trainer - p_rollout| over the vocabulary. Of tokens "
+        "the engine did not return only the whole mass is known: thick lines take the least they "
+        "can add, thin lines the most."
+    )
+    plain = found["metrics"]["without_replay"]
+    ends = f"{number(plain['tv_low'])} {DASH} {number(plain['tv_high'])}"
+    differs = number(plain["argmax_differs"], share=True)
+    title = (
+        f"Total variation {ends} on average; the likeliest token differs at {differs} of positions"
+    )
+    xaxis = LogScale.of(edges).axis("total variation x (log)") | {"tickangle": 0}
+    figure = beyond("distribution", title, note, low, xaxis, "share beyond x (log)", scale)
+    for each, most in zip(low, high, strict=True):
+        thin = {"color": each.style.color, "dash": each.style.dash, "width": 0.8}
+        more = line(f"{each.label}, at most", edges, scale.lift(most), each.style, line=thin)
+        figure.data.append(more)
+    return figure
+
+
+def waterfall(tree: Tree) -> Figure:
+    """Draw the gap, the part that each change removes, and the remainder."""
+    fall = tree["waterfall"]
+    total, steps, left = fall["total"], fall["bars"], remainder(fall)
+    levels = [total["value"], *(bar["left"]["value"] for bar in steps)]
+    changes = [change(bar) for bar in steps]
+    unit, unit_name = _unit(max(abs(total["high"]), *levels))
+    names = [_named("the gap", number(total["value"]))]
+    names += [
+        _named(bar["name"], _with_share(each["value"], total["value"]))
+        for bar, each in zip(steps, changes, strict=True)
+    ]
+    names.append(_named("remainder", number(left["value"])))
+    data = [_bar("the gap", names[:1], [0.0], NEUTRAL, [total], unit)]
+    for label, style, sign in (("taken away", REPLAY, -1), ("made larger", ROLLOUT, 1)):
+        chosen = [i for i, each in enumerate(changes) if sign * each["value"] > 0]
+        if chosen:
+            rows, starts = [names[1 + i] for i in chosen], [levels[i] for i in chosen]
+            data.append(_bar(label, rows, starts, style, [changes[i] for i in chosen], unit))
+    data.append(_bar("remainder", names[-1:], [0.0], SOFT, [left], unit))
+    layout = {
+        "xaxis": axis(f"k3, {unit_name} per token", rangemode="tozero", nticks=6, tickangle=0),
+        "yaxis": _rows(names),
+        "barmode": "overlay",
+        "bargap": 0.4,
+        "showlegend": False,
+        "shapes": [_connector(names, i, level / unit) for i, level in enumerate(levels)],
+    }
+    note = (
+        "Top to bottom: k3 of the same tokens after one more change each time. A bar reaching to "
+        "the left is what the change took away; the last one is what no change explains. Whiskers: "
+        f"95% interval of each bar's own length, where that reaches {number(HARMLESS_KL)}."
+    )
+    height = 90 + ROW * len(names)
+    return Figure("waterfall", fall_title(fall), note, data, layout, "wide", height=height)
+
+
+def remainder(fall: Tree) -> Tree:
+    """Return the estimate of what no change takes away."""
+    found: Tree = fall["bars"][-1]["left"] if fall["bars"] else fall["total"]
+    return found
+
+
+def fall_title(fall: Tree) -> str:
+    """Name the change that accounts for most of the gap."""
+    total = fall["total"]["value"]
+    if not total:
+        return "There is no gap to explain"
+    gap = f"the gap of {number(total)} nats"
+    if total < HARMLESS_KL:
+        return f"T{gap[1:]} per token is {SMALL}"
+    first = max(fall["bars"], key=lambda bar: bar["removed"]["value"], default=None)
+    if first is None or first["removed"]["value"] < 0.2 * total:
+        unexplained = _share(remainder(fall)["value"] / total)
+        return f"No single cause: {unexplained} of {gap} is left unexplained"
+    share = _share(first["removed"]["value"] / total)
+    title = f"{share} of {gap} per token comes from {first['name']}"
+    if first["removed"]["low"] > 0:
+        return title
+    return f"{title}, though its interval includes 0"
+
+
+def noise(tree: Tree) -> Figure:
+    """Draw the effect of single changes by themselves, on a log axis beside the whole gap."""
+    rows, total = noise_rows(tree), tree["waterfall"]["total"]["value"]
+    scale = LogScale.of([v for _, each, _ in rows for v in (each["value"], each["high"])], [total])
+    names = [_named(name, number(each["value"])) for name, each, _ in rows]
+    values = [each["value"] for _, each, _ in rows]
+    lifted = scale.lift(values)
+    above, below = [], []
+    for (_, each, _), x in zip(rows, lifted, strict=True):
+        shown = shows_interval(each)
+        above.append(max(0.0, each["high"] - x) * shown)
+        below.append(max(0.0, x - max(each["low"], scale.floor)) * shown)
+    marker = {"symbol": scale.symbols(values, "circle"), "size": 10}
+    look = {"marker": marker, "hovertemplate": "%{x:.3g} nats<extra></extra>"}
+    points = markers("", lifted, names, NEUTRAL, error_x=_whiskers(above, below, "@ink"), **look)
+    layout = {
+        "xaxis": scale.axis("nats per token (log)", steps=2) | {"tickangle": 0},
+        "yaxis": _rows(names),
+        "showlegend": False,
+    }
+    if total > 0:
+        gap, text = limit(total, "the gap", vertical=True)
+        gap["line"] = {"color": "@rollout", "width": 1.5, "dash": "dash"}
+        layout |= {"shapes": [gap], "annotations": [text | {"xanchor": "right", "xshift": -3}]}
+    note = (
+        "Each change by itself, so these do not add up. The dashed line is the whole gap; an "
+        "open circle at the left end is at or below 0. Whiskers: 95% bootstrap over sequences, "
+        f"where that reaches {number(HARMLESS_KL)}."
+    )
+    title, height = _noise_title(rows, total), 90 + ROW * len(names)
+    return Figure("noise", title, note, [points], layout, "wide", height=height)
+
+
+def noise_rows(tree: Tree) -> list[tuple[str, Tree, str]]:
+    """Return (name, estimate, description) of every single change; repeats have no interval."""
+    repeated, out = tree["metrics"]["repeated_forward"], []
+    for key, (name, how) in REPEATED.items():
+        if key in repeated:
+            estimate = dict.fromkeys(("value", "low", "high"), repeated[key])
+            out.append((name, estimate, f"k3 between two passes: {how}"))
+    return [*out, *((each["name"], each["nats"], each["how"]) for each in tree["alone"])]
+
+
+def _noise_title(rows: list[tuple[str, Tree, str]], total: float) -> str:
+    name, largest, _ = max(rows, key=lambda row: row[1]["value"])
+    if max(total, largest["value"]) < HARMLESS_KL:
+        return f"Every change by itself is {SMALL}"
+    if total <= 0 or largest["value"] < 0.1 * total:
+        return "No change by itself comes near the gap"
+    title = f"By itself, {name} moves {number(largest['value'])} nats per token"
+    if total < HARMLESS_KL:
+        return title
+    return f"{title}: {number(largest['value'] / total)} times the gap"
+
+
+def breakdowns(tree: Tree) -> list[Figure | Absent]:
+    """Draw the share of the gap against the share of the tokens, for every breakdown."""
+    out: list[Figure | Absent] = []
+    height = 110 + ROW * max(map(len, tree["breakdowns"].values()))
+    for i, (name, rows) in enumerate(tree["breakdowns"].items()):
+        labels, gap = [row["name"] for row in rows], [row["share"] for row in rows]
+        tokens = sum(row["tokens"] for row in rows)
+        shares = [row["tokens"] / tokens for row in rows]
+        flat = {"orientation": "h", "hovertemplate": "%{y}: %{x:.1%}<extra></extra>"}
+        data = [
+            bars("of the tokens", shares, labels, SOFT, **flat),
+            bars("of the gap", gap, labels, NEUTRAL, **flat),
+        ]
+        span = [0, 1.02 * max([*gap, *shares])]
+        legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+        layout = {
+            "xaxis": axis("share", tickformat=".0%", range=span, nticks=6),
+            "yaxis": _rows(labels) | {"title": {"text": name}},
+            "legend": legend | {"traceorder": "reversed"},
+        }
+        most = max(rows, key=lambda row: row["share"])
+        of_gap = number(most["share"], share=True)
+        of_tokens = number(most["tokens"] / tokens, share=True)
+        title = f"By {name}: {most['name']} holds {of_gap} of the gap on {of_tokens} of the tokens"
+        note = "A dark bar longer than its light one: these tokens are worse than average."
+        out.append(Figure(f"breakdown-{i}", title, note, data, layout, height=height))
+    return out
+
+
+def shows_interval(estimate: Tree) -> bool:
+    """Return whether an estimate is large enough to show its interval."""
+    return max(abs(estimate["low"]), abs(estimate["high"])) >= HARMLESS_KL
+
+
+def interval(estimate: Tree) -> str:
+    """Return the interval as text; a dash if the estimate is too small to matter."""
+    if not shows_interval(estimate):
+        return DASH
+    return f"{number(estimate['low'])} {DASH} {number(estimate['high'])}"
+
+
+def change(bar: Tree) -> Tree:
+    """Return the change of the gap in a step, which is negative if the gap became smaller."""
+    removed = bar["removed"]
+    return {"value": -removed["value"], "low": -removed["high"], "high": -removed["low"]}
+
+
+def signed(value: float) -> str:
+    """Return a change with its sign: -4e-3, +1e-3, nothing."""
+    if value == 0:
+        return "nothing"
+    return "+" * (value > 0) + number(value)
+
+
+def _bar(
+    name: str,
+    rows: list[str],
+    starts: list[float],
+    style: LineStyle,
+    spans: list[Tree],
+    unit: float,
+) -> Spec:
+    """Draw horizontal bars from `starts` over the estimates `spans`, with their intervals."""
+    up = [(each["high"] - each["value"]) / unit * shows_interval(each) for each in spans]
+    down = [(each["value"] - each["low"]) / unit * shows_interval(each) for each in spans]
+    texts = [
+        f"{number(each['value'])} nats" + f" ({interval(each)})" * shows_interval(each)
+        for each in spans
+    ]
+    look = {"base": [start / unit for start in starts], "orientation": "h", "text": texts}
+    look |= {"textposition": "none", "hovertemplate": "%{text}<extra></extra>"}
+    lengths = [each["value"] / unit for each in spans]
+    return bars(name, lengths, rows, style, error_x=_whiskers(up, down, "@muted"), **look)
+
+
+def _whiskers(above: list[float], below: list[float], color: str) -> Spec:
+    look = {"type": "data", "thickness": 1.5, "width": 5, "color": color}
+    return look | {"array": above, "arrayminus": below}
+
+
+def _unit(largest: float) -> tuple[float, str]:
+    """Return a power of ten that leaves short numbers on the axis, and its name."""
+    exponent = 0
+    if largest > 0:
+        exponent = math.floor(math.log10(largest))
+    if exponent >= -2:
+        return 1.0, "nats"
+    return 10.0**exponent, f"10<sup>\u2212{-exponent}</sup> nats"
+
+
+def _connector(names: list[str], i: int, level: float) -> Spec:
+    """Return the line from the end of one bar to the next row."""
+    look = {"color": "@muted", "width": 1, "dash": "dot"}
+    ends = {"x0": level, "x1": level, "y0": names[i], "y1": names[i + 1]}
+    return {"type": "line", "line": look, "layer": "below", **ends}
+
+
+def _share(value: float) -> str:
+    return "<0.1%" if 0 < value < 1e-3 else number(value, share=True)
+
+
+def _rows(names: list[str]) -> Spec:
+    order = {"type": "category", "categoryorder": "array", "categoryarray": names[::-1]}
+    return order | {"showgrid": False, "ticks": ""}
+
+
+def _named(name: str, value: str) -> str:
+    return f"{name}<br><b>{value}</b>"
+
+
+def _with_share(value: float, total: float) -> str:
+    text = signed(value)
+    if value == 0 or total < HARMLESS_KL:
+        return text
+    return f"{text} ({_share(abs(value) / total)})"

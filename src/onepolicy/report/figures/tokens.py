@@ -1,0 +1,252 @@
+"""Sampled tokens under both engines: F(tau), probability scatter, histogram of log ratios.
+
+`beyond` draws every share of things larger than x: tokens (F(tau)), positions, steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from onepolicy.divergence.logprob import Mismatch, mismatch
+from onepolicy.notation import counted, number
+from onepolicy.report.figures.parts import (
+    RHO,
+    TAU,
+    Array,
+    Figure,
+    LineStyle,
+    LogScale,
+    Series,
+    Spec,
+    Width,
+    axis,
+    limit,
+    line,
+    markers,
+)
+from onepolicy.report.figures.steps import F2_LIMITS, K3_LIMITS
+from onepolicy.verdict.rules import QUIET_KL
+
+MAX_POINTS = 20_000  # of all scatters together: SVG stays usable
+KEPT_EXTREMES = 500  # per scatter; the rest is a random subsample
+MARKED = (1.25, 2.0, 5.0)
+ORDINARY = LineStyle("@ink", "dot", "circle", "")
+
+
+@dataclass(frozen=True)
+class Tail:
+    """F(tau) of one scoring or dump: a curve, and its values at MARKED."""
+
+    curve: Series  # x: tau, y: share of tokens
+    marked: tuple[float, ...]
+    tokens: int = 0
+
+
+def mismatch_of(pairs: Series) -> Mismatch:
+    """Return the mismatch of tokens. x: log-probabilities of the rollout, y: of the trainer."""
+    rollout, trainer = torch.from_numpy(pairs.x), torch.from_numpy(pairs.y)
+    return mismatch(trainer, rollout, torch.ones_like(rollout, dtype=torch.bool))
+
+
+def tails_of(pairs: Sequence[Series]) -> list[Tail]:
+    """Return F(tau) of the tokens of each scoring, up to the largest ratio of all."""
+    found = [mismatch_of(each) for each in pairs]
+    end = max(2.5, math.exp(min(max(each.max_dlogp for each in found), 12.0)) * 1.2)
+    grid = (1 + np.geomspace(1e-3, end - 1, 200)).tolist()
+    return [
+        Tail(
+            Series(each.label, each.style, numbers.extreme(grid), grid),
+            tuple(numbers.extreme(MARKED)),
+            numbers.tokens,
+        )
+        for each, numbers in zip(pairs, found, strict=True)
+    ]
+
+
+def extreme_tokens(tails: Sequence[Tail], where: str = "", width: Width = "wide") -> Figure:
+    """Draw F(tau), the share of tokens with max(rho, 1/rho) > tau (R3 paper, equation 3).
+
+    `where` completes the note, as in ` of the probe at step 10`.
+    """
+    curves = [each.curve for each in tails]
+    end = max([2.5, *(each.x[-1] for each in curves if len(each.x))])
+    shown = [tau for tau in MARKED if tau < end]
+    least = [1 / each.tokens for each in tails if each.tokens]
+    scale = LogScale.of(*(each.y for each in curves), [*least, 0.0], top=1.0)
+    xaxis = axis(f"probability ratio {TAU} (log)", type="log", **_ratio_ticks(end))
+    spots = [
+        _spot(tau, share, each.curve.style, scale)
+        for each in tails
+        for tau, share in zip(shown, each.marked, strict=False)
+    ]
+    note = (
+        f"F({TAU}){where}: share of tokens whose probability differs by more than a factor {TAU}, "
+        f"either way, between rollout and trainer. Markers at "
+        f"{' and '.join(f'{tau:g}' for tau in shown)}; an open one on the lowest line is exactly 0."
+    )
+    shares = [(each.curve.label, each.marked[1]) for each in tails]
+    title = "No token is off by more than a factor of 2"
+    if any(share for _, share in shares):
+        named = ", ".join(f"{number(share, share=True)} {name}" for name, share in shares)
+        title = f"Off by more than a factor of 2: {named}"
+        if len(shares) == 1:
+            share = number(shares[0][1], share=True)
+            title = f"{share} of the tokens are off by more than a factor of 2"
+    figure = beyond("f_tau", title, note, curves, xaxis, f"share beyond {TAU} (log)", scale, width)
+    figure.data.extend(spots)
+    return _limited(figure, F2_LIMITS)
+
+
+def _limited(figure: Figure, limits: dict[float, str], *, vertical: bool = False) -> Figure:
+    lines = [limit(at, meaning, vertical=vertical) for at, meaning in limits.items()]
+    figure.layout["shapes"] = [shape for shape, _ in lines]
+    figure.layout["annotations"] = [text for _, text in lines]
+    return figure
+
+
+def beyond(
+    name: str,
+    title: str,
+    note: str,
+    series: Sequence[Series],
+    xaxis: Spec,
+    unit: str,
+    scale: LogScale,
+    width: Width = "wide",
+) -> Figure:
+    """Draw shares of things larger than x, on a log axis, each to its first 0."""
+    data = []
+    for each in series:
+        shares = list(each.y)
+        stop = len(shares)
+        if 0.0 in shares:
+            stop = shares.index(0.0) + 1
+        x, y = list(each.x)[:stop], scale.lift(shares[:stop])
+        data.append(line(each.label, x, y, each.style, hovertemplate="%{x:.3g}: %{y:.2g}"))
+        data[-1]["line"]["width"] = 2.4
+    return Figure(name, title, note, data, {"xaxis": xaxis, "yaxis": scale.axis(unit)}, width)
+
+
+def large_steps(series: Sequence[Series], width: Width = "third") -> Figure:
+    """Draw the share of steps whose k3 is above x. Series of one label count together."""
+    arms: dict[str, list[Series]] = {}
+    for each in series:
+        arms.setdefault(each.label, []).append(each)
+    data, above = [], []
+    for label, parts in arms.items():
+        values = np.concatenate([np.asarray(each.y, dtype=float) for each in parts])
+        values = np.sort(values[np.isfinite(values)])
+        count = int((values > QUIET_KL).sum())
+        above.append(f"{count} of {len(values)} {label}")
+        shares = 1 - np.arange(len(values)) / max(1, len(values))
+        data.append(line(label, values.tolist(), shares.tolist(), parts[0].style))
+        data[-1]["line"] |= {"width": 2.4, "shape": "hv"}
+    scale = LogScale.of(*(each.y for each in series), K3_LIMITS)
+    for trace in data:
+        trace["x"] = scale.lift(trace["x"])
+    percent = {"range": [-0.02, 1.04], "tickformat": ".0%", "nticks": 6}
+    layout = {
+        "xaxis": scale.axis("k3, nats per token", steps=4) | {"tickangle": 0},
+        "yaxis": axis("share of steps above", **percent),
+    }
+    title = f"Steps above {number(QUIET_KL)}: {', '.join(above)}"
+    limits = dict.fromkeys(K3_LIMITS, "")
+    figure = Figure("above", title, "How often k3 is larger than x.", data, layout, width)
+    return _limited(figure, limits, vertical=True)
+
+
+def scatter(
+    name: str, pairs: Series, budget: int, where: str = "", width: Width = "half"
+) -> Figure:
+    """Draw rollout against trainer probability of at most `budget` tokens."""
+    rollout, trainer = (np.exp(side.astype(np.float64)) for side in (pairs.x, pairs.y))
+    chosen = subsample(np.abs(trainer - rollout), budget)
+    x, y = rollout[chosen].round(5).tolist(), trainer[chosen].round(5).tolist()
+    largest, top = max(rollout.max(), trainer.max()), 1.0
+    if largest <= 0.5:
+        top = float(f"{1.1 * largest:.1g}") or 1.0
+    diagonal = line("equal", [0, top], [0, top], ORDINARY, hoverinfo="skip", opacity=0.6)
+    hover = "rollout %{x}<br>trainer %{y}<extra></extra>"
+    look = {"marker": {"size": 4, "opacity": 0.5}, "hovertemplate": hover}
+    data = [markers(pairs.label, x, y, pairs.style, **look), diagonal]
+    ticks = {"range": [-0.02 * top, 1.02 * top], "dtick": top / 4}
+    layout = {
+        "xaxis": axis("rollout probability", **ticks),
+        "yaxis": axis("trainer probability", **ticks),
+        "showlegend": False,
+    }
+    count, kept = counted(len(rollout), "token"), "the rest at random"
+    shown = f"{len(chosen):,} of {count}{where} (the {KEPT_EXTREMES} farthest off, {kept})"
+    if len(chosen) == len(rollout):
+        shown = f"All {count}{where}"
+    found, pearson = mismatch_of(pairs), "undefined"
+    if math.isfinite(found.pearson):
+        pearson = f"{found.pearson:.6f}"
+    title = f"Largest difference of probability {number(found.max_dp)}, {pairs.label}"
+    note = f"{shown}; on the diagonal both agree. Correlation {pearson}."
+    return Figure(name, title, note, data, layout, width, square=True)
+
+
+def subsample(difference: Array, budget: int) -> Array:
+    """Return the indices of at most `budget` tokens.
+
+    These are the KEPT_EXTREMES with the largest difference and a random rest with a fixed seed.
+    """
+    if len(difference) <= budget:
+        return np.arange(len(difference))
+    order = np.argsort(-difference, kind="stable")
+    kept = min(KEPT_EXTREMES, budget)
+    rest = np.random.default_rng(0).choice(order[kept:], size=budget - kept, replace=False)
+    return np.sort(np.concatenate([order[:kept], rest]))
+
+
+def log_ratios(
+    series: Sequence[Series], spans: Sequence[tuple[float, float, float]], covered: float
+) -> Figure:
+    """Draw densities of log rho. spans: its 1%, 50% and 99% quantiles. covered: share of tokens."""
+    data = []
+    for each in series:
+        data.append(line(each.label, list(each.x), list(each.y), each.style))
+        data[-1]["line"] |= {"shape": "hvh"}
+    shown = number(covered, share=True)
+    note = f"Density of log {RHO}, {RHO} = p_trainer / p_rollout, over {shown} of the tokens."
+    layout = {"xaxis": axis(f"log {RHO} (nats)"), "yaxis": axis("density", rangemode="tozero")}
+    parts = [
+        f"{each.label}: " * (len(series) > 1) + _describe_log_ratios(*span)
+        for each, span in zip(series, spans, strict=True)
+    ]
+    return Figure("log_ratio", "; ".join(parts), note, data, layout)
+
+
+def _describe_log_ratios(low: float, middle: float, high: float) -> str:
+    text = f"log {RHO} of 98% of the tokens is from {number(low)} to {number(high)}"
+    reach = max(abs(low), abs(high))
+    if reach == 0:
+        return f"{text}, exactly 0"
+    if abs(low + high) > reach or abs(middle) > 0.1 * reach:
+        return f"{text}, to one side of 0"
+    return f"{text}, centred on 0"
+
+
+def _spot(tau: float, share: float, style: LineStyle, scale: LogScale) -> Spec:
+    marker = {"symbol": scale.symbols([share], style.symbol)}
+    text = f"F({tau:g}) = {number(share)}<extra></extra>"
+    look = {"marker": marker, "showlegend": False, "hovertemplate": text}
+    return markers("", [tau], scale.lift([share]), style, **look)
+
+
+def _ratio_ticks(end: float) -> Spec:
+    """Return the settings of a log axis from 1 to `end`; more labels would overlap on a phone."""
+    ticks = [1.0] if end >= 50 else [tick for tick in (1.0, *MARKED) if tick <= end]
+    ticks += [10.0**power for power in range(1, math.ceil(math.log10(end)) + 1)]
+    return {
+        "range": [0, math.log10(end)],
+        "tickmode": "array",
+        "tickvals": ticks[:12],
+        "ticktext": [f"{t:g}" for t in ticks[:12]],
+    }
