@@ -8,7 +8,13 @@ import pytest
 from onepolicy.report.arm_run import ArmRun
 from onepolicy.report.comparison import figures
 from onepolicy.report.figures.parts import ARMS, ROLLOUT, TRAINER, Series
-from onepolicy.report.figures.steps import over_steps, running_mean, seconds, step_axis
+from onepolicy.report.figures.steps import (
+    over_steps,
+    running_mean,
+    seconds,
+    step_axis,
+    window_of,
+)
 from onepolicy.report.page import DARK, LIGHT
 
 LABELS = {"off": "without replay", "r3": "with replay"}
@@ -127,3 +133,14 @@ def test_six_arms_look_different():
     assert len({(each.color, each.dash) for each in ARMS}) == 6
     lines = drawn(*(run(name, [1e-3] * 8) for name in "abcdef"))["reward"].data[1::2]
     assert len({(each["line"]["color"], each["line"]["dash"]) for each in lines}) == 6
+
+
+def test_a_mean_is_never_of_more_steps_than_forty():
+    """A long run would have windows of thousands of steps, each read anew."""
+    assert [window_of(np.zeros(count)) for count in (19, 20, 399, 400, 200_000)] == [
+        1,
+        2,
+        39,
+        40,
+        40,
+    ]
