@@ -1,6 +1,7 @@
 """A gateway over a scripted engine, asked without a socket."""
 
 import asyncio
+import dataclasses
 import json
 
 import httpx2
@@ -8,7 +9,7 @@ import httpx2
 from onepolicy.gateway.episodes import Episodes
 from onepolicy.gateway.history import History
 from onepolicy.gateway.rendering import Renderer
-from onepolicy.gateway.session import Session
+from onepolicy.gateway.session import Session, sampling_on
 from onepolicy.types import Sampling
 from support.recording_engine import RecordingEngine
 from support.scripted_engine import HERMES, tokenizer_of
@@ -16,11 +17,19 @@ from support.scripted_engine import HERMES, tokenizer_of
 SAMPLING = Sampling(1.0, 400, top_p=0.9, support=True)
 
 
+def session_on(engine, history, sampling, seeds, **how):
+    """Return a session that samples on an engine, which `session.engine` is."""
+    sample = sampling_on(engine, sampling, seeds)
+    session = Session(sample, history, sampling=dataclasses.asdict(sampling), **how)
+    session.engine = engine
+    return session
+
+
 def session_of(*texts, renderer=None, engine=None):
     renderer = renderer or Renderer(tokenizer_of(HERMES))
     engine = engine or RecordingEngine(renderer.tokenizer, texts)
     history = History(renderer, max_len=engine.caps.max_len, max_tokens=SAMPLING.max_tokens)
-    return Session(engine, history, SAMPLING, lambda turn: turn)
+    return session_on(engine, history, SAMPLING, lambda turn: turn)
 
 
 class App:

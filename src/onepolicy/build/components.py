@@ -5,6 +5,7 @@ Every check that needs no weights is done before any weights are loaded.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from onepolicy.config import (
     DuplicateRoutes,
     HFEngineConfig,
     ModelConfig,
+    ProgramTask,
     RolloutReplay,
     RunConfig,
     SGLangConfig,
@@ -33,10 +35,10 @@ from onepolicy.config import (
     VLLMEngineConfig,
     WeightsReplay,
 )
-from onepolicy.config.input_files import resolve_model
+from onepolicy.config.input_files import require_gateway, resolve_model
 from onepolicy.config.lora import LoraConfig
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.envs import make_environment
+from onepolicy.envs import make_environment, make_task
 from onepolicy.interfaces import Environment, Learner, RolloutEngine, WeightTarget
 from onepolicy.invariant.numerics_contract import require_same_contract
 from onepolicy.models.load import (
@@ -61,6 +63,7 @@ from onepolicy.train.lora import check_start
 from onepolicy.types import Sampling
 
 if TYPE_CHECKING:
+    from onepolicy.envs.multiturn.episode import PathOptions
     from onepolicy.train.learner import LocalLearner
     from onepolicy.train.reprefill import Reprefill
     from onepolicy.train.scorer import PolicyScorer
@@ -101,15 +104,30 @@ def build_environment(
     trains: see `load_tokenizer_and_max_len`.
     """
     tokenizer, max_len = load_tokenizer_and_max_len(config, model, trains=trains)
-    environment = make_environment(
-        config.task, tokenizer, max_len=max_len, duplicate_routes=duplicate_routes_of(config)
-    )
+    path: PathOptions = {"max_len": max_len, "duplicate_routes": duplicate_routes_of(config)}
+    environment: Environment
+    if isinstance(config.task, ProgramTask):
+        environment = _make_programs(config.task, tokenizer, path)
+    else:
+        environment = make_environment(config.task, tokenizer, **path)
     train_tokens = config.rollout.sampling.max_tokens
     for max_tokens in {train_tokens, config.eval.max_tokens or train_tokens}:
         environment.check(max_tokens=max_tokens, max_len=max_len)
     if config.eval.every:
         environment.held_out(config.eval.problems)  # raises if there are fewer
     return environment, tokenizer, max_len
+
+
+def _make_programs(
+    task: ProgramTask, tokenizer: PreTrainedTokenizerBase, path: PathOptions
+) -> Environment:
+    """Build the environment of programs, which needs the extra gateway. Raises UsageError."""
+    require_gateway("task.kind = program")
+    programs = pkgutil.resolve_name("onepolicy.gateway.program_task:Programs")
+    environment: Environment = programs(
+        task, make_task(task.problems, "task.problems"), tokenizer, **path
+    )
+    return environment
 
 
 def duplicate_routes_of(config: RunConfig) -> DuplicateRoutes:

@@ -28,7 +28,7 @@ from onepolicy.gateway.episodes import Episodes
 from onepolicy.gateway.history import History, Thoughts
 from onepolicy.gateway.rendering import Renderer
 from onepolicy.gateway.server import make_app
-from onepolicy.gateway.session import Limits, Session
+from onepolicy.gateway.session import Limits, Session, sampling_on
 from onepolicy.gateway.traces import TraceWriter
 from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.replay.checks import RoutingError, fill_missing_routes
@@ -175,13 +175,18 @@ class Recorder:
             duplicate_routes=duplicate_routes_of(self.pair.config),
             expects_routes=caps.returns_routes and self.route_spec is not None,
         )
-        return Session(
+        sample = sampling_on(
             self.pair.engine,
-            history,
             self.sampling,
             functools.partial(request_seed, self.pair.config.seed, number, 0, 0),
-            limits=self.options.limits,
             route_spec=self.route_spec,
+            name=f"episode {name}",
+        )
+        return Session(
+            sample,
+            history,
+            sampling=dataclasses.asdict(self.sampling),
+            limits=self.options.limits,
             name=f"episode {name}",
         )
 

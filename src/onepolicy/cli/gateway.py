@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 from onepolicy.cli.common import RUN_ONLY, Commands, add_command, prepare_process
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.address import check_port
-from onepolicy.config.input_files import check_model_path
+from onepolicy.config.input_files import check_model_path, read_template, require_gateway
 from onepolicy.config.measure import engine_overrides, measure_settings
 from onepolicy.config.output_paths import check_output_path
 from onepolicy.console import print_status
@@ -64,11 +63,7 @@ def add_gateway(commands: Commands) -> None:
 
 def run_gateway(arguments: argparse.Namespace) -> int:
     """Serve programs until Ctrl-C."""
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"onepolicy gateway needs {' and '.join(missing)}; pip install 'onepolicy[gateway]'"
-        )
+    require_gateway("onepolicy gateway")
     check_port(arguments.port, "--port")
     for name in ("turns", "tokens"):
         limit = getattr(arguments, name)
@@ -79,7 +74,9 @@ def run_gateway(arguments: argparse.Namespace) -> int:
     if os.path.lexists(out):
         raise UsageError(f"--out: {out} already exists; choose another folder")
     secret = _secret(arguments.key_env)
-    template = _read_template(arguments.template)
+    template = None
+    if arguments.template is not None:
+        template = read_template(arguments.template, "--template")
     overrides = [f"model.path={arguments.model}", *arguments.overrides]
     if arguments.engine:
         overrides = [*engine_overrides(arguments.engine), *overrides]
@@ -106,16 +103,6 @@ def run_gateway(arguments: argparse.Namespace) -> int:
         secret=secret,
     )
     return gateway.run_gateway(tree, overrides, options)
-
-
-def _read_template(path: str | None) -> str | None:
-    """Return a chat template. Raises UsageError if it cannot be read."""
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--template: {path} cannot be read: {error}; give a text file") from None
 
 
 def _secret(variable: str | None) -> str | None:

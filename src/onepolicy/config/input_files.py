@@ -6,13 +6,21 @@ The model `tiny` is the policy that `onepolicy make-policy` made.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from onepolicy.config.model import ModelConfig
 from onepolicy.config.policy import PolicyConfig, cached_policy_path
 from onepolicy.config.problems import check_held_out, read_prompts, read_task
 from onepolicy.config.run import RunConfig
-from onepolicy.config.task import JsonlTask, PromptsTask, ReActTask, SearchTool, TaskConfig
+from onepolicy.config.task import (
+    JsonlTask,
+    ProgramTask,
+    PromptsTask,
+    ReActTask,
+    SearchTool,
+    TaskConfig,
+)
 from onepolicy.errors import UsageError
 
 FOREIGN = {
@@ -55,15 +63,46 @@ def check_task_files(task: TaskConfig, evaluated: int = 0) -> None:
         read_prompts(task.path)
     if isinstance(task, JsonlTask):
         _check_problems(task, evaluated, "task")
+    if isinstance(task, ReActTask | ProgramTask) and isinstance(task.problems, JsonlTask):
+        _check_problems(task.problems, evaluated, "task.problems")
+    if isinstance(task, ProgramTask):
+        _check_program_files(task)
     if isinstance(task, ReActTask):
-        if isinstance(task.problems, JsonlTask):
-            _check_problems(task.problems, evaluated, "task.problems")
         for tool in task.tools:
             if isinstance(tool, SearchTool) and not Path(tool.corpus).is_file():
                 raise UsageError(
                     f"task.tools: search cannot read its corpus {tool.corpus}: no such file; give "
                     "the path of a JSONL file"
                 )
+
+
+def _check_program_files(task: ProgramTask) -> None:
+    """Raise UsageError for a file or folder of a program that is missing."""
+    require_gateway("task.kind = program")
+    if task.folder is not None and not Path(task.folder).is_dir():
+        raise UsageError(f"task.folder: no folder {task.folder}; give that of the program")
+    for path in task.readable:
+        if not Path(path).is_absolute() or not Path(path).exists():
+            raise UsageError(
+                f"task.readable: {path} is no absolute path of a file or folder here; give one"
+            )
+    if task.template is not None:
+        read_template(task.template, "task.template")
+
+
+def require_gateway(what: str) -> None:
+    """Raise UsageError unless the packages of the gateway's server are there. what: needs them."""
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"{what} needs {' and '.join(missing)}; pip install 'onepolicy[gateway]'")
+
+
+def read_template(path: str, setting: str) -> str:
+    """Return a chat template. Raises UsageError, with the setting's name, if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{setting}: {path} cannot be read: {error}; give a text file") from None
 
 
 def _check_problems(task: JsonlTask, evaluated: int, section: str) -> None:

@@ -17,8 +17,8 @@ from onepolicy.config.engine import ServerEngineConfig
 from onepolicy.config.errors import describe_errors
 from onepolicy.config.output_paths import CONFIG
 from onepolicy.config.run import RunConfig
-from onepolicy.config.task import GymnasiumTask, TaskConfig, VerifiersTask
-from onepolicy.errors import UsageError
+from onepolicy.config.task import GymnasiumTask, ProgramTask, TaskConfig, VerifiersTask
+from onepolicy.errors import UsageError, short_repr
 
 TRUST, URL = "model.trust_remote_code", "rollout.engine.url"
 ADDRESS = "cluster.address"
@@ -99,11 +99,18 @@ def _dangers(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _imports(task: TaskConfig) -> Iterator[tuple[str, str, str, str]]:
-    """Yield as `_dangers` what imports a module by its name."""
+    """Yield as `_dangers` what imports a module or starts a program by its name."""
     if isinstance(task, VerifiersTask):
         yield (
             *(KIND, task.kind),
             "import the packages that its task.env names; read which these are first",
+            "another task",
+        )
+    if isinstance(task, ProgramTask):
+        yield (
+            *(KIND, task.kind),
+            f"run the program {short_repr(list(task.command))} and show it the files that "
+            "task.readable names; read both first",
             "another task",
         )
     # MODULE:NAME. gymnasium's wrappers of older versions take such an id as a parameter.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -144,12 +145,17 @@ class EpisodeTask(Frozen):
     seconds: PositiveFloat | None = None
     """Wall time of an episode [s]. One that is not over by then earns 0. Unset: no limit. A run
     with a limit cannot be repeated to the bit."""
+
+
+class DialogueTask(EpisodeTask):
+    """Settings of episodes whose turns and replies are written here."""
+
     history: Literal["fail", "fork"] = "fail"
     """If the chat template rewrites earlier turns: refuse to start, or make a sample of its own of
     every rewritten history."""
 
 
-class ReActTask(EpisodeTask):
+class ReActTask(DialogueTask):
     """Problems of another task, played in turns: think, call a tool, read its reply, answer."""
 
     kind: Literal["react"] = "react"
@@ -181,7 +187,7 @@ class ReActTask(EpisodeTask):
         return self
 
 
-class GymnasiumTask(EpisodeTask):
+class GymnasiumTask(DialogueTask):
     """A gymnasium environment whose observations and actions can be written as text."""
 
     kind: Literal["gymnasium"] = "gymnasium"
@@ -221,7 +227,7 @@ class GymnasiumTask(EpisodeTask):
         return self
 
 
-class TextArenaTask(EpisodeTask):
+class TextArenaTask(DialogueTask):
     """A game of textarena for one player. A turn of the policy is its move, in the game's words."""
 
     kind: Literal["textarena"] = "textarena"
@@ -247,7 +253,7 @@ class TextArenaTask(EpisodeTask):
         return self
 
 
-class VerifiersTask(EpisodeTask):
+class VerifiersTask(DialogueTask):
     """An environment of verifiers (0.4) with one agent. It asks for turns and scores them."""
 
     kind: Literal["verifiers"] = "verifiers"
@@ -270,6 +276,92 @@ class VerifiersTask(EpisodeTask):
         return self
 
 
+GATEWAY_VARIABLES = (
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"),
+    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"),
+)
+"""Variables by which clients find a server. A program's are those of its episode."""
+
+
+class ProgramTask(EpisodeTask):
+    """A program that talks to a model by an API, started for every episode in a sandbox."""
+
+    kind: Literal["program"] = "program"
+    """A program that talks to a model by an API (OpenAI, Anthropic), started for every episode in
+    a sandbox (docs/gateway.md)."""
+    problems: Annotated[GymTask | JsonlTask, Field(discriminator="kind")]
+    """Task whose problems the program gets."""
+    command: tuple[str, ...] = Field(min_length=1)
+    """Words of the command. `{prompt}` in a word is the problem's prompt; if it is in none, the
+    program reads it from stdin."""
+    folder: str | None = None
+    """Folder of the program, which it sees read-only as /program. Unset: it lies in /usr or in
+    `readable`."""
+    readable: tuple[str, ...] = ()
+    """Further folders and files that the program sees, read-only, at their own paths, e.g. its
+    virtual environment. It sees /usr always."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Its environment variables, beside those of the gateway's address and key."""
+    reward: Literal["grader", "exit", "file"] = "grader"
+    """grader: that of `problems`, on what the program prints. exit: 1 for exit status 0. file: the
+    number in result_file. A program that dies or takes too long earns 0."""
+    result_file: str | None = None
+    """File in its working folder with the answer or the number. Unset: the answer is what it
+    prints."""
+    max_turns: SmallCount = 64
+    """Most model turns of an episode, all conversations together. Later requests are refused."""
+    max_tokens: Tokens | None = None
+    """Most sampled tokens of an episode, all turns together. Later requests are refused. Unset: no
+    limit but the context of each turn."""
+    seconds: PositiveFloat = 600.0
+    """Wall time of an episode [s]. A program that still runs then is ended."""
+    concurrency: SmallCount = 16
+    """Programs that run at a time."""
+    memory_mib: int = Field(4096, ge=64, le=LARGEST_INT)
+    """Data memory of each process [MiB]."""
+    processes: SmallCount = 64
+    """Processes and threads of a program, two of the sandbox included."""
+    scratch_mib: int = Field(64, ge=1, le=LARGEST_INT)
+    """Its working folder, which is in memory [MiB]."""
+    thoughts: Literal["keep", "as-sent"] = "keep"
+    """A turn that comes back without its thoughts: continue it with them, or begin anew."""
+    template: str | None = None
+    """File with a chat template. Unset: the tokenizer's."""
+
+    @property
+    def threshold(self) -> float:
+        """Least reward that counts as solved: the grader's own, else 1."""
+        if self.reward == "grader":
+            return getattr(self.problems, "threshold", 1.0)
+        return 1.0
+
+    @model_validator(mode="after")
+    def _check_program(self) -> Self:
+        if (self.reward == "file") > (self.result_file is not None):
+            raise ValueError(
+                "task.result_file: reward = file reads the reward from a file; name the file that "
+                "the program writes"
+            )
+        if self.reward == "exit" and self.result_file is not None:
+            raise ValueError(
+                f"task.result_file: {self.result_file} is not read with reward = exit; leave it "
+                "out, or set task.reward"
+            )
+        parts = PurePosixPath(self.result_file or "result").parts
+        if parts[0] == "/" or ".." in parts:
+            raise ValueError(
+                f"task.result_file: {self.result_file} is not in the program's working folder; "
+                "give a path that is relative to it"
+            )
+        taken = next((name for name in GATEWAY_VARIABLES if name in self.env), None)
+        if taken is not None:
+            raise ValueError(
+                f"task.env: {taken} names the gateway of the episode, which is set here; leave it "
+                "out"
+            )
+        return self
+
+
 def _check_returns(returns: tuple[float, float]) -> None:
     low, high = returns
     if low >= high:
@@ -286,6 +378,7 @@ TaskConfig = Annotated[
     | ReActTask
     | GymnasiumTask
     | TextArenaTask
-    | VerifiersTask,
+    | VerifiersTask
+    | ProgramTask,
     Field(discriminator="kind"),
 ]

@@ -12,6 +12,7 @@ a client asks the same again and goes on from one of the answers, the others are
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,12 +129,13 @@ class History:
         self,
         plan: Plan,
         completion: Completion,
-        versions: tuple[int, int],
+        versions: tuple[int, int] | None,
         stop: str | None = None,
     ) -> Turn:
         """Append a sampled turn and return it.
 
-        versions: of the engine's weights before and after. stop: the client's text that ended it.
+        versions: of the engine's weights before and after, None if they are not known. stop: the
+        client's text that ended it.
         """
         number, facts = len(self.turns), plan.facts + self._facts_about(completion, versions)
         root, family = self._family_of(plan)
@@ -287,13 +289,15 @@ class History:
             )
         return min(room, self.max_tokens, request.max_tokens or self.max_tokens)
 
-    def _facts_about(self, completion: Completion, versions: tuple[int, int]) -> tuple[Reason, ...]:
+    def _facts_about(
+        self, completion: Completion, versions: tuple[int, int] | None
+    ) -> tuple[Reason, ...]:
         facts = []
         if not _has_values(completion):
             facts.append(Reason.NO_VALUES)
         if self.expects_routes and completion.routing is None:
             facts.append(Reason.NO_ROUTES)
-        low, high = versions
+        low, high = versions or (0, math.inf)
         if any(not low <= version <= high for version in completion.version.tolist()):
             facts.append(Reason.UNKNOWN_VERSION)
         return tuple(facts)

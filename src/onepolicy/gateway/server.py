@@ -47,22 +47,25 @@ def make_app(
     episodes: Episodes,
     model: str,
     *,
-    ended: Callable[[str, Session, float], Body],
+    ended: Callable[[str, Session, float], Body] | None = None,
     closed: Callable[[], None] = lambda: None,
     pace: Pace | None = None,
 ) -> Starlette:
     """Return the gateway as an ASGI application.
 
     model: its name in /v1/models. ended: called with name, episode and reward when a trainer ends
-    one; returns the answer. closed: called when the server stops.
+    one; returns the answer; None: episodes begin and end in this process. closed: called when the
+    server stops.
     """
     handler = _Handler(episodes, model, pace or Pace())
     routes = [
         Route("/", _say_hello, methods=["GET", "HEAD"]),
         Route("/v1/models", partial(_list_models, model=model)),
-        Route("/v1/episodes", partial(_begin_episode, episodes), methods=["POST"]),
-        Route("/v1/episodes/end", partial(_end_episode, episodes, ended), methods=["POST"]),
     ]
+    if ended is not None:
+        end = partial(_end_episode, episodes, ended)
+        routes.append(Route("/v1/episodes", partial(_begin_episode, episodes), methods=["POST"]))
+        routes.append(Route("/v1/episodes/end", end, methods=["POST"]))
     dialects: dict[str, Dialect] = {
         "chat/completions": chat,
         "messages": anthropic,
@@ -106,7 +109,7 @@ class _Handler:
             await asyncio.wait({work})
         else:
             await asyncio.wait({work}, timeout=self.pace.before_headers)
-        if work.done() and work.exception() is not None:
+        if work.done() and _failed(work):
             return _error_response(dialect, _error_of(work, session))
         write = partial(_reply_of, session, question.model or self.model)
         if not question.stream:
@@ -127,7 +130,7 @@ class _Handler:
             await asyncio.wait({work}, timeout=self.pace.between_pings)
             if not work.done():
                 yield dialect.PING
-        if work.exception() is not None:
+        if _failed(work):
             yield dialect.write_stream_error(_error_of(work, session))
             return
         for each in dialect.write_stream(write(work.result()), question):
@@ -232,8 +235,14 @@ async def _read_body(http: HTTPRequest) -> tuple[Body, str]:
     return body, hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+def _failed(work: asyncio.Future[Turn]) -> bool:
+    return work.cancelled() or work.exception() is not None
+
+
 def _error_of(work: asyncio.Future[Turn], session: Session) -> RequestError:
     """Return the error of a turn that was not sampled, for the client."""
+    if work.cancelled():
+        return RequestError("the episode has ended", status=403, code="episode_over")
     error = work.exception()
     if isinstance(error, RequestError):
         return error

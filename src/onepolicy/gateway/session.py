@@ -6,8 +6,9 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from onepolicy.envs.multiturn.tokenization import decode_tokens
 from onepolicy.gateway.history import History, Plan
@@ -30,33 +31,77 @@ class Limits:
     tokens: int | None = None  # sampled
 
 
+class SampleTurn(Protocol):
+    """A function that samples a planned turn.
+
+    number: of the request in the episode. It also returns the engine's weight versions before and
+    after, None if they are not known.
+    """
+
+    async def __call__(
+        self, plan: Plan, number: int, max_tokens: int
+    ) -> tuple[Completion, tuple[int, int] | None]: ...
+
+
+def sampling_on(
+    engine: RolloutEngine,
+    sampling: Sampling,
+    seeds: Callable[[int], int],
+    *,
+    route_spec: RouteSpec | None = None,
+    name: str = "",
+) -> SampleTurn:
+    """Return a function that samples turns on an engine, and checks what it returns.
+
+    seeds: of the request by its number. route_spec: the form of right routes, None for a dense
+    model. name: of the episode, for errors.
+    """
+
+    async def sample(
+        plan: Plan, number: int, max_tokens: int
+    ) -> tuple[Completion, tuple[int, int] | None]:
+        own = dataclasses.replace(
+            sampling,
+            max_tokens=max_tokens,
+            routes_from=plan.routes_from,
+            initial_prompt_len=plan.initial_prompt_len,
+        )
+        before = engine.version
+        completion = await engine.generate(plan.tokens, own, seed=seeds(number))
+        request = f"{name}, request {number}"
+        if own.support:
+            check_support(completion, request)
+        check_completion(completion, plan.tokens, route_spec, request)
+        return completion, (before, engine.version)
+
+    return sample
+
+
 class Session:
     """A running episode."""
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        sample: SampleTurn,
         history: History,
-        sampling: Sampling,
-        seeds: Callable[[int], int],
         *,
+        sampling: Mapping[str, Any],
         limits: Limits | None = None,
-        route_spec: RouteSpec | None = None,
         name: str = "",
     ) -> None:
         """Begin an episode.
 
-        sampling: the gateway's own, which no client changes. seeds: of the request by its number.
-        route_spec: the form of right routes, None for a dense model. name: for errors.
+        sampling: the gateway's own settings by their names, which no client changes. name: for
+        errors.
         """
-        self.engine, self.history, self.sampling, self.seeds = engine, history, sampling, seeds
-        self.limits = limits or Limits()
-        self.route_spec, self.name = route_spec, name
+        self._sample_turn, self.history, self.sampling = sample, history, dict(sampling)
+        self.limits, self.name = limits or Limits(), name
         self.id, self.begun = secrets.token_hex(6), int(time.time())
         self.requests = self.counted = self.replayed = 0
         self.running = 0  # turns that are being sampled
         self._sampled = self._reserved = 0  # tokens
         self._turn_ended = asyncio.Event()
+        self._work: set[asyncio.Future[Turn]] = set()
         self._answers: dict[str, asyncio.Future[Turn]] = {}
 
     async def answer(
@@ -68,22 +113,30 @@ class Session:
         the first one's answer, also while that is being sampled. Raises RequestError if the request
         cannot be served.
         """
-        if key is None:
-            return await self._sample(request)
-        known = self._answers.get(key)
+        known = self._answers.get(key or "")
         if known is not None and repeated:
             self.replayed += 1
         else:
             known = asyncio.ensure_future(self._sample(request))
-            self._answers[key] = known
+            self._work.add(known)
+            known.add_done_callback(self._work.discard)
+            if key is not None:
+                self._answers[key] = known
             while len(self._answers) > MOST_ANSWERS:
                 del self._answers[next(iter(self._answers))]
         try:
             return await asyncio.shield(known)  # the next try needs it if this client hangs up
         finally:
             failed = known.done() and (known.cancelled() or known.exception() is not None)
-            if failed and self._answers.get(key) is known:
+            if failed and key is not None and self._answers.get(key) is known:
                 del self._answers[key]
+
+    async def close(self) -> None:
+        """End the turns that are still sampled, whose clients have gone."""
+        work = list(self._work)
+        for each in work:
+            each.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
 
     def count_tokens(self, request: Request) -> int:
         """Return how many tokens a request has. It is counted, and samples nothing."""
@@ -91,7 +144,7 @@ class Session:
         return self.history.count_tokens(request)
 
     async def _sample(self, request: Request) -> Turn:
-        own = dataclasses.asdict(self.sampling)
+        own = self.sampling
         overridden = tuple((name, v) for name, v in request.sampling if own.get(name) != v)
         plan = self.history.plan(dataclasses.replace(request, sampling=overridden))
         max_tokens = await self._reserve(plan.max_tokens)
@@ -104,23 +157,12 @@ class Session:
 
     async def _sample_plan(self, plan: Plan, max_tokens: int) -> Turn:
         number, self.requests = self.requests, self.requests + 1
-        sampling = dataclasses.replace(
-            self.sampling,
-            max_tokens=max_tokens,
-            routes_from=plan.routes_from,
-            initial_prompt_len=plan.initial_prompt_len,
-        )
-        before = self.engine.version
-        completion = await self.engine.generate(plan.tokens, sampling, seed=self.seeds(number))
-        name = f"{self.name}, request {number}"
-        if sampling.support:
-            check_support(completion, name)
-        check_completion(completion, plan.tokens, self.route_spec, name)
+        completion, versions = await self._sample_turn(plan, number, max_tokens)
         stop = None
         if plan.request.stop:
             completion, stop = self._cut_at_stop(completion, plan.request.stop, len(plan.tokens))
         self._sampled += len(completion.token_ids)
-        return self.history.record(plan, completion, (before, self.engine.version), stop)
+        return self.history.record(plan, completion, versions, stop)
 
     async def _reserve(self, max_tokens: int) -> int:
         """Take a turn and at most so many of the episode's tokens, and return how many.

@@ -132,19 +132,24 @@ def test_ctrl_c_draws_the_steps_that_arms_have_in_common(
 def test_a_stopped_compare_says_first_how_to_go_on(compare, tmp_path, monkeypatch):
     """The page takes a while, and a second Ctrl-C ends the command at once."""
 
+    drawn = []
+
     def stopped(*args, **how):
+        drawn.append(args)
         raise KeyboardInterrupt
 
     def play(recipe, arms, *more):
         for name in ("off-seed0", "r3-seed0"):
             (tmp_path / "arms" / name).mkdir()
-            (tmp_path / "arms" / name / "metrics.jsonl").write_text('{"step": 1}\n')
+            row = json.dumps({"step": 1, "train/reward": 0.5})
+            (tmp_path / "arms" / name / "metrics.jsonl").write_text(f"{row}\n")
         raise KeyboardInterrupt
 
     monkeypatch.setattr("onepolicy.cli.compare.play_arms", play)
     monkeypatch.setattr("onepolicy.cli.compare._show", stopped)
     monkeypatch.setattr("signal.signal", lambda *a: None)
     status, _, err = compare("--seeds", "0")
+    assert len(drawn) == 1
     assert (status, SAME_COMMAND in err) == (130, True)
 
 

@@ -13,11 +13,12 @@ from onepolicy.envs import make_environment
 from onepolicy.gateway.history import History
 from onepolicy.gateway.messages import Call, Message, Request, RequestError
 from onepolicy.gateway.rendering import Renderer
-from onepolicy.gateway.session import Limits, Session
+from onepolicy.gateway.session import Limits
 from onepolicy.gateway.turns import Reason
 from onepolicy.rollout.collect import play_episode, request_seed
 from onepolicy.types import Sampling
 from support.examples import examples
+from support.gateway_app import session_on
 from support.recording_engine import RecordingEngine, assert_equal_samples
 from support.scripted_engine import FORGETFUL, HERMES, TEMPLATE, tokenizer_of
 
@@ -48,7 +49,7 @@ def session_of(*texts, limits=None, renderer=RENDERER, thoughts="keep", max_toke
         thoughts=thoughts,
         expects_routes=True,
     )
-    return Session(engine, history, SAMPLING, lambda turn: turn, limits=limits)
+    return session_on(engine, history, SAMPLING, lambda turn: turn, limits=limits)
 
 
 def ask(session, *messages, key=None, repeated=False, **how):
@@ -102,7 +103,7 @@ def test_equals_the_same_episode_of_our_own(turns, max_tokens, routes):
 
     (ours,) = asyncio.run(play_episode(engines[0], ENVIRONMENT, problem, sampling, seeds))
     history = History(RENDERER, max_len=4000, max_tokens=max_tokens)
-    session = Session(engines[1], history, sampling, seeds)
+    session = session_on(engines[1], history, sampling, seeds)
     asyncio.run(play_as_program(session, problem))
     (recorded,) = samples_of(session)
     assert_equal_samples(recorded, ours)

@@ -8,7 +8,9 @@ from onepolicy.cli import main
 @pytest.fixture
 def refused(monkeypatch, capsys, tmp_path):
     def run(*words, installed=True):
-        monkeypatch.setattr("onepolicy.cli.gateway.find_spec", lambda name: installed or None)
+        monkeypatch.setattr(
+            "onepolicy.config.input_files.find_spec", lambda name: installed or None
+        )
         assert main(["gateway", "tiny", "--out", str(tmp_path / "out"), *words]) == 2
         return capsys.readouterr().err
 

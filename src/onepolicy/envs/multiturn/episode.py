@@ -10,7 +10,7 @@ from typing import NotRequired, Protocol, TypedDict, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import DuplicateRoutes, EpisodeTask
+from onepolicy.config import DialogueTask, DuplicateRoutes
 from onepolicy.envs.multiturn.dialogue import Dialogue, InitialPrompt, TurnFormat
 from onepolicy.envs.multiturn.prompt_checks import (
     check_characters,
@@ -47,7 +47,7 @@ class MultiTurnEnvironment(ABC):
 
     def __init__(
         self,
-        config: EpisodeTask,
+        config: DialogueTask,
         problems: ProblemSource,
         tokenizer: PreTrainedTokenizerBase,
         turns: TurnFormat,

@@ -107,7 +107,7 @@ class PythonSandbox:
                 f"processor, only for {', '.join(seccomp.MACHINES)}; use one of those, {HINT}"
             )
         self._bwrap = [bwrap, *_bwrap_arguments()]
-        self._python = ["--", _python_path(), "-I", "-B", "-u", "-c", _startup_script(config)]
+        self._python = ["--", python_path(), "-I", "-B", "-u", "-c", _startup_script(config)]
         self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._users = itertools.count(secrets.randbelow(USERS))
         self._check()
@@ -175,7 +175,7 @@ class PythonSandbox:
         except TimeoutError:
             error = f"error: still running after {self.config.seconds:g} s"
         finally:
-            await _kill_sandbox(process)
+            await kill_sandbox(process, "the python tool's")
         output = printed.decode(errors="replace")[: self.config.output_chars].strip("\n")
         return "\n".join(part for part in (output, error) if part)
 
@@ -223,7 +223,7 @@ class PythonSandbox:
         return f"error: ended with status {status}"
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """Return the interpreter's path in the sandbox, outside any virtual environment.
 
     An interpreter that is not under /usr is found under PYTHON.
@@ -252,8 +252,8 @@ def _bwrap_arguments() -> list[str]:
     """Return bwrap's arguments, which decide what the code can see."""
     scratch_bytes = str(SCRATCH_MIB * 2**20)
     return [
-        *_namespace_arguments(),
-        *("--die-with-parent", "--clearenv", *_mount_arguments()),
+        *namespace_arguments(),
+        *("--die-with-parent", "--clearenv", *mount_arguments()),
         *("--proc", "/proc", "--dev", "/dev"),
         *("--size", scratch_bytes, "--perms", "1777", "--tmpfs", "/scratch", "--chdir", "/scratch"),
         # No pseudo terminals: the whole machine shares 4096.
@@ -263,7 +263,7 @@ def _bwrap_arguments() -> list[str]:
     ]
 
 
-def _namespace_arguments() -> list[str]:
+def namespace_arguments() -> list[str]:
     namespaces = ["--as-pid-1", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     namespaces.append("--unshare-cgroup-try")
     # Resource limits bind neither root nor a user that is root outside the user namespace.
@@ -274,7 +274,7 @@ def _namespace_arguments() -> list[str]:
     return [*namespaces, *user]
 
 
-def _mount_arguments() -> list[str]:
+def mount_arguments() -> list[str]:
     """Return the arguments that show the system's folders and Python, read-only."""
     arguments: list[str] = []
     for folder in ("/usr", "/lib", "/lib64", "/bin"):
@@ -283,7 +283,7 @@ def _mount_arguments() -> list[str]:
         elif os.path.isdir(folder):
             arguments += ["--ro-bind", folder, folder]
     # Python is shown at another path, because its parent folders may be closed to other users.
-    if not _python_path().startswith("/usr/"):
+    if not python_path().startswith("/usr/"):
         arguments += ["--ro-bind", sys.base_prefix, PYTHON]
         arguments += ["--setenv", "LD_LIBRARY_PATH", f"{PYTHON}/lib"]
     return arguments
@@ -304,8 +304,8 @@ def _resource_limits(config: PythonTool) -> dict[str, int]:
     }
 
 
-async def _kill_sandbox(process: asyncio.subprocess.Process) -> None:
-    """Kill bubblewrap's process group.
+async def kill_sandbox(process: asyncio.subprocess.Process, whose: str) -> None:
+    """Kill bubblewrap's process group. whose: for the error.
 
     The sandbox's first process dies with bubblewrap, and all of its namespace with that process.
     """
@@ -314,6 +314,4 @@ async def _kill_sandbox(process: asyncio.subprocess.Process) -> None:
     try:
         await asyncio.wait_for(process.wait(), 10)
     except TimeoutError as error:
-        raise EpisodeError(
-            "the python tool's sandbox did not end within 10 s of being killed"
-        ) from error
+        raise EpisodeError(f"{whose} sandbox did not end within 10 s of being killed") from error

@@ -130,6 +130,20 @@ NO_USE: dict[str, Numbers] = {  # interfaces of the kernel with vulnerabilities 
     "personality": (135, 92),
 }
 REFUSED = NO_NAMESPACES | NO_KERNEL_MEMORY | NO_SOCKETS | NO_INTERFERENCE | NO_USE
+HARMLESS = {"setpriority", "ioprio_set", "sched_setscheduler", "sched_setattr"}
+HARMLESS |= {"sched_setparam", "sched_setaffinity", "process_madvise"}
+KEYS = ("add_key", "request_key", "keyctl", "memfd_secret", "fanotify_init", "modify_ldt")
+REFUSED_TO_PROGRAMS = {
+    **NO_NAMESPACES,
+    **NO_USE,
+    **{name: numbers for name, numbers in NO_INTERFERENCE.items() if name not in HARMLESS},
+    **{name: NO_KERNEL_MEMORY[name] for name in KEYS},
+}
+"""Calls that a program in its own network namespace (gateway/program_sandbox.py) may not make.
+
+Runtimes such as node need sockets, shared mappings and inotify, so the kernel's memory is not
+bounded as it is for the Python tool."""
+FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 # Calls whose arguments are checked: (number on x86_64, number on aarch64).
 SOCKET, SOCKETPAIR, FCNTL = (41, 198), (53, 199), (72, 25)
 CLONE, PRLIMIT64, MMAP, PRCTL = (56, 220), (302, 261), (9, 222), (157, 167)
@@ -146,12 +160,15 @@ def is_supported_machine() -> bool:
     return platform.machine() in MACHINES
 
 
-def build_filter(machine: str) -> bytes:
+def build_filter(machine: str, *, sockets: bool = False) -> bytes:
     """Return struct sock_filter[] as `bwrap --seccomp` reads it: 8 bytes per instruction.
 
     An instruction is (code, jump if true, jump if false, constant). A jump is the number of
-    instructions to skip.
+    instructions to skip. sockets: for a program, see `REFUSED_TO_PROGRAMS`.
     """
+    refused, checks = REFUSED, _argument_checks()
+    if sockets:
+        refused, checks = REFUSED_TO_PROGRAMS, _program_checks(checks)
     column = list(MACHINES).index(machine)
     code = [
         (LOAD, 0, 0, ARCH),
@@ -161,12 +178,13 @@ def build_filter(machine: str) -> bytes:
     ]
     code += [(AT_LEAST, 0, 1, NEWEST + 1), (RETURN, 0, 0, FAIL | ENOSYS)]
     code += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, FAIL | ENOSYS)]
-    code += [(EQUAL, 0, 1, SOCKET[column]), (RETURN, 0, 0, FAIL | EAFNOSUPPORT)]
-    for numbers in REFUSED.values():
+    if not sockets:
+        code += [(EQUAL, 0, 1, SOCKET[column]), (RETURN, 0, 0, FAIL | EAFNOSUPPORT)]
+    for numbers in refused.values():
         number = numbers[column]
         if number is not None:
             code += [(EQUAL, 0, 1, number), (RETURN, 0, 0, FAIL | EPERM)]
-    for numbers, block in _argument_checks().items():
+    for numbers, block in checks.items():
         block.append((RETURN, 0, 0, ALLOW))
         code += [(EQUAL, 0, len(block), numbers[column]), *block]
     code.append((RETURN, 0, 0, ALLOW))
@@ -217,12 +235,29 @@ def _argument_checks() -> dict[tuple[int, int], list[tuple[int, int, int, int]]]
     }
 
 
+def _program_checks(
+    checks: dict[tuple[int, int], list[tuple[int, int, int, int]]],
+) -> dict[tuple[int, int], list[tuple[int, int, int, int]]]:
+    """Return the checks for a program: of `checks` those of namespaces, limits and filters.
+
+    Sockets may be of the families that its network namespace separates, or of Unix, whose paths the
+    program sees or does not see.
+    """
+    families = [(LOAD, 0, 0, FIRST_ARGUMENT)]
+    families += [(EQUAL, len(FAMILIES) - i, 0, family) for i, family in enumerate(FAMILIES)]
+    families.append((RETURN, 0, 0, FAIL | EAFNOSUPPORT))
+    return {number: checks[number] for number in (CLONE, PRLIMIT64, PRCTL)} | {SOCKET: families}
+
+
 @contextlib.contextmanager
-def open_filter() -> Iterator[int]:
-    """Open a file descriptor that this machine's filter can be read from, once."""
+def open_filter(*, sockets: bool = False) -> Iterator[int]:
+    """Open a file descriptor that this machine's filter can be read from, once.
+
+    sockets: see `build_filter`.
+    """
     descriptor = os.memfd_create("filter")
     try:
-        os.write(descriptor, build_filter(platform.machine()))
+        os.write(descriptor, build_filter(platform.machine(), sockets=sockets))
         os.lseek(descriptor, 0, os.SEEK_SET)
         yield descriptor
     finally:

@@ -12,6 +12,7 @@ from onepolicy.config import (
     GymnasiumTask,
     GymTask,
     JsonlTask,
+    ProgramTask,
     PromptsTask,
     ReActTask,
     SearchTool,
@@ -48,7 +49,7 @@ def task_alphabet(config: TaskConfig, section: str = "task") -> str:
             return _sorted_characters(problems, config.instructions or "", *passages)
         case GymnasiumTask():
             return _sorted_characters(ASCII, config.instructions or "", *(config.actions or ()))
-        case TextArenaTask() | VerifiersTask():
+        case TextArenaTask() | VerifiersTask() | ProgramTask():
             raise _no_worked_episodes(config.kind)
 
 
@@ -80,7 +81,7 @@ def warmup_examples(config: TaskConfig, *, mistakes: float, seed: int) -> Iterat
             return react.warmup_examples(config, mistakes=mistakes, seed=seed)
         case GymnasiumTask():
             return gridworlds.warmup_examples(config, mistakes=mistakes, seed=seed)
-        case TextArenaTask() | VerifiersTask():
+        case TextArenaTask() | VerifiersTask() | ProgramTask():
             raise _no_worked_episodes(config.kind)
 
 
