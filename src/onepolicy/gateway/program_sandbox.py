@@ -209,7 +209,7 @@ class ProgramSandbox:
 async def _feed_and_read(
     process: asyncio.subprocess.Process, given: str, printed: bytearray, errors: bytearray
 ) -> None:
-    """Feed a sandbox and collect what the program prints until it ends."""
+    """Feed a sandbox and collect its output until it ends."""
     assert process.stdin is not None
 
     async def read(stream: asyncio.StreamReader | None, kept: bytearray, first: int) -> None:
@@ -291,7 +291,7 @@ def _resource_limits(config: ProgramTask) -> Mapping[str, int]:
 
 
 def _bwrap_arguments(config: ProgramTask, gateway: Path) -> list[str]:
-    """Return bwrap's arguments, which decide what can be seen inside."""
+    """Return bwrap's arguments, which decide how much can be seen inside."""
     arguments = [*namespace_arguments(), "--die-with-parent", "--clearenv", *mount_arguments()]
     for path in sorted(config.readable):
         # bubblewrap would close the folders above it to the sandbox's user.

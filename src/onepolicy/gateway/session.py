@@ -51,7 +51,7 @@ def sampling_on(
     route_spec: RouteSpec | None = None,
     name: str = "",
 ) -> SampleTurn:
-    """Return a function that samples turns on an engine, and checks what it returns.
+    """Return a function that samples turns on an engine, and checks its replies.
 
     seeds: of the request by its number. route_spec: the form of right routes, None for a dense
     model. name: of the episode, for errors.

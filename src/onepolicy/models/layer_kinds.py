@@ -1,4 +1,4 @@
-"""The kinds of decoder layers by the names that configs use: what each keeps of earlier tokens."""
+"""The kinds of decoder layers by the names that configs use, and how each keeps earlier tokens."""
 
 from __future__ import annotations
 

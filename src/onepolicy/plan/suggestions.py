@@ -1,7 +1,7 @@
 """Suggested changes to a recipe that does not fit. Each is planned before it is suggested.
 
-A change is what a user types behind `onepolicy plan`, and is read as such. So whatever the settings
-of a run refuse together is never suggested.
+A change is text that a user types behind `onepolicy plan`, and is read as such. So whatever the
+settings of a run refuse together is never suggested.
 """
 
 from __future__ import annotations
@@ -342,9 +342,9 @@ def _engine_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:
 
 
 def memory_settings(planner: Planner, chosen: PlanOption) -> list[str]:
-    """Return one line for each setting of the recipe that saves memory, with what it saves.
+    """Return one line for each setting of the recipe that saves memory, with its bytes.
 
-    Each is taken away alone. There is no line for what saves next to nothing.
+    Each is taken away alone. There is no line for one that saves next to nothing.
     """
     search, lines = _Search(planner, chosen.split), []
     sections = search.config.model_dump()

@@ -95,7 +95,7 @@ Drawn = list[Figure | Absent]
 
 
 def summary(tree: Tree) -> list[RenderableType]:
-    """Return the verdict with its reasons, the table of scorings, and what explains a gap.
+    """Return the verdict with its reasons, the table of scorings, and the causes of a gap.
 
     The page has the other tables: IN_THE_PAGE.
     """

@@ -1,6 +1,6 @@
-"""The one page builder: what a page consists of, its palettes, and the file that needs no other.
+"""The one page builder: the parts of a page, its palettes, and the file that needs no other.
 
-`run_page.py`, `measure.py`, `comparison.py` and `audit/report.py` say what is in a page. Verdicts
+`run_page.py`, `measure.py`, `comparison.py` and `audit/report.py` fill pages. Verdicts
 and tables are printed from the same objects by `terminal.py`.
 """
 
@@ -109,7 +109,7 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, a question and what answers it; a folded one is opened by a click."""
+    """A heading, a question and its answers; a folded one is opened by a click."""
 
     title: str
     lead: str

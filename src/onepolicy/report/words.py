@@ -93,7 +93,7 @@ def show(metric: str, value: float | None) -> str:
 
 
 def forecast_rows(forecasts: Sequence[Tree]) -> list[tuple[str, str, str]]:
-    """Return the rows under FORECAST_HEADER: predicted effects of presets on what is left."""
+    """Return the rows under FORECAST_HEADER: predicted effects of presets on the gap."""
     return [
         (each["preset"], number(each["keep"], share=True), number(each["attenuation"]))
         for each in forecasts

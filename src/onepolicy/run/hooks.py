@@ -34,7 +34,7 @@ class RecordRoutes(Hook):
 class RequireEqual(Hook):
     """The check of on-policy runs (numerics): they stop if any bit of a log-probability differs.
 
-    They stop before the optimiser moves: what the update itself scores is checked inside of it.
+    They stop before the optimiser moves: scores of the update itself are checked inside of it.
     """
 
     def __init__(self, learner: LocalLearner) -> None:

@@ -183,7 +183,7 @@ class RankState:
 def rank_state(
     sizes: ModelSizes, config: RunConfig, ranks: int, *, cpu: bool, one_memory: bool = False
 ) -> RankState:
-    """Compute what a rank holds. FSDP2 shards every tensor of a parameter's shape over the ranks.
+    """Compute the bytes of a rank. FSDP2 shards every tensor of a parameter's shape over the ranks.
 
     Adapters are whole on every rank and float32 whatever model.dtype is, so there are no masters
     behind them, and the frozen weights have neither gradients nor moments. one_memory: see

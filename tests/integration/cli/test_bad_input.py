@@ -189,7 +189,7 @@ def test_a_fork_that_is_refused_leaves_its_folder_as_it_was(
 def test_damaged_run_files(fails, run, subtests):
     for name, text, words in [
         ("run.json", "{}", "lacks parent; copy it from a run of the same kind, or start anew"),
-        ("config.json", "", "not the settings of a run"),
+        ("config.json", "", "is damaged and no JSON"),
         ("samples.jsonl", '{"prompt": "x"}\n', "lacks step"),
     ]:
         before = (run / name).read_text()

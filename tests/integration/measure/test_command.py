@@ -329,9 +329,9 @@ REFUSED = [
     ("--tiny replay.mode=off train.threads=1", "with the rollout's routes and without"),
     ("--tiny --out TMP/file/m", "m cannot be made: "),
     ("recipes/quickstart.toml steps=1", "give --recipe recipes/quickstart.toml"),
-    ("--engine-model /nowhere POLICY", "--engine-model: no folder /nowhere"),
+    ("--engine-model TMP/nowhere POLICY", "--engine-model: no folder"),
     ("--dense POLICY POLICY", "give a dense model"),
-    ("--dense /nowhere POLICY", "--dense: no folder"),
+    ("--dense TMP/nowhere POLICY", "--dense: no folder"),
 ]
 
 

@@ -40,6 +40,7 @@ DIMS = Dims(
     shapes=((100, 4),) * 4 + ((400, 1),),
     layer_shapes=((100, 4), (100, 1)),
     cached=40,
+    states=0,
     experts=4,
     top_k=1,
     moe_layers=2,

@@ -110,7 +110,7 @@ def waterfall(tree: Tree) -> Figure:
 
 
 def remainder(fall: Tree) -> Tree:
-    """Return the estimate of what no change takes away."""
+    """Return the estimate of the part that no change takes away."""
     found: Tree = fall["bars"][-1]["left"] if fall["bars"] else fall["total"]
     return found
 

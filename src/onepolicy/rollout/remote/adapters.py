@@ -24,7 +24,7 @@ class ServerAdapters:
         self.lack_base = True  # the server was not sent the frozen weights yet
 
     async def start(self, info: ServerInfo) -> None:
-        """Begin with a server that was just connected, and see what it holds.
+        """Begin with a server that was just connected, and see its adapters.
 
         Raises UsageError if it cannot take this run's adapters.
         """
@@ -64,7 +64,7 @@ class ServerAdapters:
         self.name, self.lack_base = None, True
 
     async def load(self, name: str, version: int, folder: str) -> None:
-        """Unload what the server has, and load the adapter in this folder of the server.
+        """Unload the server's adapter, and load the adapter in this folder of the server.
 
         No request may be running: a server waits for those that name an adapter before it unloads
         that.

@@ -76,7 +76,7 @@ def abort_reload(worker: Any) -> None:
 
 
 def finish_reload(model: nn.Module) -> None:
-    """Bring what vLLM derives from weights up to the reloaded ones, where it does not itself."""
+    """Renew the tensors that vLLM derives from weights and does not itself renew."""
     pack_experts(model)
     renew_convolutions(model)
 
