@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, ModelConfig, RunConfig, UsageError, VLLMEngineConfig
 from onepolicy.config.numerics import ON_POLICY
-from onepolicy.models.cache_size import state_bytes
 from onepolicy.models.chunk_size import slots_per_chunk
 from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.models.empty import empty_model
@@ -142,11 +141,13 @@ def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: 
     if memory is None:
         return asked
     empty = empty_model(model)
-    sizes, states = sizes_of(empty, config), engine.max_num_seqs * state_bytes(empty)
+    sizes = sizes_of(empty, config)
     if needs_static_batch(empty):  # which allocates no rows
         return asked
     itemsize = DTYPES[engine.dtype].itemsize
-    per_token = cache_row_bytes(sizes, config, KEY_BLOCK, itemsize) // KEY_BLOCK
+    states = engine.max_num_seqs * sizes.states  # of a sequence, whatever its length
+    block = cache_row_bytes(sizes, config, KEY_BLOCK, itemsize) - sizes.states
+    per_token = block // KEY_BLOCK
     per_position = engine.max_num_seqs * per_token
     slots = config.train.tokens_per_micro_batch
     activations = micro_batch_bytes(

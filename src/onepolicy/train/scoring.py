@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import RunConfig
+from onepolicy.config.numerics import ON_POLICY
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.train import pack
 from onepolicy.train.forward import Scored
@@ -154,6 +155,8 @@ class EqualScoring(BypassScoring):
     """
 
     def score(self, batch: TokenBatch) -> TokenBatch:
+        if not self.scorer.config.scores_old:
+            return batch
         return batch.replace(logp_old=batch.logp_rollout)
 
     def begin(self, batch: TokenBatch) -> None:
@@ -176,6 +179,6 @@ def scoring_of(scorer: PolicyScorer, config: RunConfig) -> ScoringFirst:
     """Return the source of the old policy's log-probabilities that a run's settings ask for."""
     if config.scores_first:
         return ScoringFirst(scorer)
-    if config.scores_old:
+    if config.numerics == ON_POLICY:
         return EqualScoring(scorer)
     return BypassScoring(scorer)

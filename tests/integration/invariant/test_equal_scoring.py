@@ -91,10 +91,15 @@ def test_no_sample_is_computed_twice(recipe, monkeypatch):
     assert sum(computed) == rollout.prompts_per_step * rollout.group_size
 
 
-@pytest.mark.parametrize("minibatches", [1, 2])
-def test_one_bit_of_any_sample_stops_the_step_before_the_optimiser(recipe, subtests, minibatches):
+@pytest.mark.parametrize(
+    ("minibatches", "preset"), [(1, "recompute"), (2, "recompute"), (2, "ppo-is")]
+)
+def test_one_bit_of_any_sample_stops_the_step_before_the_optimiser(
+    recipe, subtests, minibatches, preset
+):
     """Of a group that trains, of one without advantage, of the last minibatch."""
-    runner = with_rewards(runner_of(recipe, f"objective.num_minibatches={minibatches}"))
+    settings = f"objective.num_minibatches={minibatches}", f"correction.preset={preset}"
+    runner = with_rewards(runner_of(recipe, *settings))
     config, learner = runner.components.config, runner.components.learner
     asyncio.run(runner.rl_step(0))
     before, updates = weights(runner), learner.updates

@@ -103,7 +103,7 @@ class ActorEngine:
     async def load_files(
         self, written: WrittenWeights, shared: ReplicaBroadcast | None = None
     ) -> None:
-        """Load weights. See rollout.fleet.replicas.Replica."""
+        """Load weights. See rollout.remote.replicas.Replica."""
         self.version, self._loaded = -1, written
         if self._recovery_lock.locked():
             # A new process is being built. It may be loading older weights.
