@@ -48,6 +48,8 @@ SUMS = (
 )
 RHO_BITS = 64
 """rho is counted in 2**(RHO_BITS * k), near the row's largest, so that nothing overflows."""
+MOST_NATS = 2.0**20
+"""A log-ratio beyond it counts as this in ess. Some frameworks fill slots with float32's least."""
 FORGOTTEN = 8
 """Steps of RHO_BITS below the largest rho at which rows no longer count in ess."""
 Total = int | float
@@ -209,6 +211,7 @@ def _token_columns(l: Array, p: Array, q: Array) -> Array:  # noqa: E741
 def _scaled(l: Array, starts: Array, counts: Array) -> tuple[Array, Array]:  # noqa: E741
     """Return the scale [S] of each row's rho, and the sums [2, S] of rho and rho^2 in it."""
     nats = RHO_BITS * math.log(2)
+    l = l.clip(-MOST_NATS, MOST_NATS)  # noqa: E741
     scale = np.rint(np.maximum.reduceat(l, starts) / nats).astype(np.int64)
     if scale.any():
         l = l - np.repeat(scale * nats, counts)  # noqa: E741

@@ -154,3 +154,16 @@ def test_means_by_label_merge_exactly(seed, lengths) -> None:
         if len(chosen) > 1:
             wanted = chosen.std() / math.sqrt(len(chosen))
             assert mean.error == pytest.approx(wanted, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("fill", [np.finfo(np.float32).min, -1e300, -3e4])
+def test_a_finite_filling_breaks_no_statistic(fill):
+    """Log-probabilities of a lowest float are finite, so they count."""
+    trainer, rollout = np.array([-1.0, fill, -2.0]), np.array([-1.1, -1.0, -2.0])
+    found = Statistics.of(trainer, rollout, np.array([0, 0, 1]))
+    assert found.ess == pytest.approx((math.exp(0.1) + 1) ** 2 / 3 / (math.exp(0.2) + 1))
+    assert found.f2 == pytest.approx(1 / 3)
+    alone = Statistics.of(np.array([fill]), np.array([-1.0]), np.array([0]))
+    assert alone.ess == pytest.approx(1)
+    assert Statistics.of(-trainer, rollout, np.array([0, 0, 1])).ess == pytest.approx(1 / 3)
+    found.statistics(), alone.statistics()

@@ -146,10 +146,10 @@ def test_only_the_routes_asked_for_are_returned(engine):
 
 def test_warm_up_finds_routes_that_are_all_zeros(engine):
     batch = engine._runner.batch
-    zeros = np.zeros((3, 3, 4), np.uint8)
+    zeros, text = np.zeros((3, 3, 4), np.uint8), engine.llm.model_config.hf_text_config
     broken = dataclasses.replace(batch._payload_format, read_output=lambda output: zeros)
     with pytest.raises(UsageError, match=r"no MoE kernel was captured .*issues/54730"):
-        _VLLMBatch(engine.llm, batch._loaded, batch._route_spec, broken, 3).warm_up([3, 4, 5])
+        _VLLMBatch(engine.llm, batch._loaded, batch._route_spec, broken, text).warm_up([3, 4, 5])
     assert engine.llm.get_num_unfinished_requests() == 0
 
 
