@@ -35,7 +35,7 @@ class ScoringFirst:
         self._graphs: dict[tuple[int, ...], tuple[Scored, list[Tensor]]] = {}
         """Scores and `Measured.replaced` of a forward, by the samples of its micro-batch."""
         self.require: Callable[[TokenBatch], None] | None = None
-        """Raises if the scores of an update are not as they must be; called before its optimiser."""
+        """Raises if the scores of an update are not as they must be; runs before the optimiser."""
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields of the old policy, if it is scored before the update."""
