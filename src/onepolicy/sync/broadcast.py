@@ -21,8 +21,10 @@ import hashlib
 import json
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -48,16 +50,18 @@ from onepolicy.sync.group import (
     open_connections,
     open_store,
     start_broadcast,
+    start_in_daemon_thread,
     wait_for_broadcast,
 )
 from onepolicy.sync.messages import quote_error, validate_message
-from onepolicy.sync.signed_store import FAILED, Invitation, SignedStore
+from onepolicy.sync.signed_store import FAILED, POLL_S, Invitation, SignedStore
 
 BUCKET_BYTES = 2**26  # over gloo; a larger tensor is a bucket of its own, which is not copied
 NCCL_BUCKET_BYTES = 2**30  # the same over NCCL, whose speed grows with the size of a message
 
 ALL_JOINED = "all here"  # name of the sender's message that the group can be made
 CONNECT = "connect"  # name of the sender's message that NCCL's ranks are to connect now
+CONNECTED = "connected"  # with /RANK: name of a receiver's message that it has gloo's group
 GIVEN_UP = "weight sync: given up, because a receiver will not come"
 
 
@@ -162,19 +166,18 @@ class Sender:
         self._messages.put_message(ALL_JOINED, True)
         settings = self.settings
         try:
-            return make_process_group(
-                dist.PrefixStore("group", self._store),
-                0,
-                settings.size,
-                backend=settings.backend,
-                host=settings.host,
-                limit=settings.limit,
-            )
+            group = _make_group(settings, 0, settings.host, self._raise_if_cancelled)
         except RuntimeError as error:
             self._raise_if_failed()
             raise ReceiverLost(
                 f"weight sync: the group of {settings.size} processes could not be made: {error}"
             ) from None
+        if settings.backend == "gloo":
+            # This end can have its connections while receivers still make theirs to each other.
+            # Such a receiver takes no bytes, and a broadcast to it would wait for the time limit.
+            names = [f"{CONNECTED}/{rank}" for rank in self._ranks]
+            self._wait_for_receivers(names, "to connect")
+        return group
 
     def _send_buckets(
         self, named_weights: Iterable[tuple[str, Tensor]], version: int
@@ -275,15 +278,14 @@ class Sender:
             if self._messages.store.check([f"done/{rank}"]):
                 answer = self._messages.get_message(f"done/{rank}")
                 raise ReceiverLost(f"weight sync: receiver {rank} {_describe_answer(answer)}")
+        self._raise_if_cancelled()
+
+    def _raise_if_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise UpdateCancelled(GIVEN_UP)
 
     def _wait_for_receivers(self, names: Sequence[str], purpose: str) -> None:
-        def raise_if_cancelled() -> None:
-            if self._cancelled.is_set():
-                raise UpdateCancelled(GIVEN_UP)
-
-        if not self._messages.wait_for_messages(names, raise_if_cancelled):
+        if not self._messages.wait_for_messages(names, self._raise_if_cancelled):
             missing = next(name for name in names if not self._messages.store.check([name]))
             raise ReceiverLost(
                 f"weight sync: receiver {missing.split('/')[1]} took more than "
@@ -326,15 +328,11 @@ class Receiver:
             self._messages.put_message(f"here/{self._rank}", True)
             # Joining the group blocks, so first wait until every receiver has come.
             self._messages.get_message(ALL_JOINED)
-            self._group = make_process_group(
-                dist.PrefixStore("group", store),
-                self._rank,
-                settings.size,
-                backend=settings.backend,
-                host=local_address(settings.host, settings.port),
-                limit=settings.limit,
-            )
-            if settings.backend != "gloo":
+            host = local_address(settings.host, settings.port)
+            self._group = _make_group(settings, self._rank, host, self._messages.raise_if_failed)
+            if settings.backend == "gloo":
+                self._messages.put_message(f"{CONNECTED}/{self._rank}", True)
+            else:
                 self._messages.get_message(CONNECT)
                 self._messages.put_message(f"{CONNECT}/{self._rank}", True)
                 open_connections(self._group, self._device, settings.limit)
@@ -434,6 +432,33 @@ class Receiver:
         except RuntimeError as error:
             raise _sender_lost(error) from None
         return unflatten_bucket(flat.to(self._device), meta_tensors(header["tensors"]))
+
+
+def _make_group(
+    settings: Invitation, rank: int, host: str, raise_if_given_up: Callable[[], None]
+) -> Any:
+    """Make the update's group as `rank`. host: this machine's address for the other ranks.
+
+    gloo connects every two ranks here. It waits for one that is gone until the time limit. So a
+    thread makes the group, and stays behind when raise_if_given_up raises.
+    """
+    # A connection of its own: a store's waiting call blocks all others of the same connection.
+    store = join_store(settings.host, settings.port, settings.limit)
+    make = partial(
+        make_process_group,
+        dist.PrefixStore("group", store),
+        rank,
+        settings.size,
+        backend=settings.backend,
+        host=host,
+        limit=settings.limit,
+    )
+    if settings.backend != "gloo":
+        return make()
+    making = start_in_daemon_thread(make)
+    while not wait([making], timeout=POLL_S).done:
+        raise_if_given_up()
+    return making.result()
 
 
 def _sender_lost(error: RuntimeError) -> TrainingError:

@@ -69,7 +69,7 @@ class SignedStore:
         Raises TrainingError if the other side fails, is gone or is silent for too long, or if the
         message was not signed with this store's key.
         """
-        if not self.wait_for_messages([name], self._raise_if_failed):
+        if not self.wait_for_messages([name], self.raise_if_failed):
             raise TrainingError(
                 f"weight sync: the other side is silent for {self._limit:g} s (waiting for {name})"
             )
@@ -95,7 +95,8 @@ class SignedStore:
             pause = min(2 * pause, POLL_S)
         return False
 
-    def _raise_if_failed(self) -> None:
+    def raise_if_failed(self) -> None:
+        """Raise TrainingError if the other side has failed."""
         if self.store.check([FAILED]):
             problem = quote_error(self._read_message(FAILED))
             raise TrainingError(f"weight sync: the other side failed: {problem}")

@@ -1,5 +1,6 @@
 """Weights from one process to others: they arrive as they were sent, or both sides get an error."""
 
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -18,7 +19,7 @@ from onepolicy.sync import broadcast as module
 from onepolicy.sync.broadcast import Receiver, Sender
 from onepolicy.sync.group import join_store
 from onepolicy.sync.signed_store import Invitation, SignedStore
-from support.waiting import LIMIT_S
+from support.waiting import LIMIT_S, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +185,69 @@ def test_a_killed_receiver_is_an_error_at_once():
         with pytest.raises(TrainingError, match=r"gone|given up"):
             sender.send(((str(i), torch.ones(100_000)) for i in range(100)), 1)
     ending.join()
+
+
+def update_without_rank_2():
+    """Return the errors of a sender and of receiver 1. Receiver 2 dies while they connect to it."""
+
+    def receive(invitation):
+        with Receiver(invitation, 1, version=1) as arriving:
+            dict(arriving)
+
+    def failed_soon(end):
+        return str(end.exception(LIMIT_S))
+
+    with Sender(receivers=2, timeout_s=LIMIT_S) as sender, ThreadPoolExecutor(2) as pool:
+        secret = sender.settings
+        store = join_store(secret.host, secret.port, LIMIT_S)
+        SignedStore(store, bytes.fromhex(secret.key), LIMIT_S).put_message("here/2", True)
+        sending = pool.submit(sender.send, tensors().items(), 1)
+        receiving = pool.submit(receive, sender.invitation)
+        yield  # until both connect
+        sender.cancel()  # its caller has found that receiver 2 is gone
+        yield failed_soon(sending), failed_soon(receiving)
+
+
+def test_a_receiver_that_dies_while_the_others_connect_ends_the_update(monkeypatch):
+    """gloo's own wait for the missing rank ends with the time limit only."""
+    make, connecting = module.make_process_group, []
+
+    def make_noted(*args, **settings):
+        connecting.append(threading.current_thread())
+        return make(*args, **settings)
+
+    monkeypatch.setattr(module, "make_process_group", make_noted)
+    steps = update_without_rank_2()
+    next(steps)
+    wait_until(lambda: len(connecting) == 2)
+    problems = next(steps)
+    assert all("given up, because a receiver will not come" in each for each in problems), problems
+    steps.close()
+    gc.collect()  # with the sender's store, the threads that still connect to rank 2 end
+    wait_until(lambda: not any(thread.is_alive() for thread in connecting))
+
+
+def test_nothing_is_sent_before_all_receivers_are_connected(monkeypatch):
+    """A receiver that still connects to another would take no bytes."""
+    make, prepare = module.make_process_group, Sender._prepare
+    prepared, too_early = threading.Event(), []
+
+    def make_slowly(store, rank, size, **settings):
+        group = make(store, rank, size, **settings)
+        if rank == 2:
+            too_early.append(prepared.wait(0.5))
+        return group
+
+    def prepare_noted(*args):
+        prepared.set()
+        return prepare(*args)
+
+    monkeypatch.setattr(module, "make_process_group", make_slowly)
+    monkeypatch.setattr(Sender, "_prepare", prepare_noted)
+    sender, _ = update(tensors(), receivers=2)
+    assert isinstance(sender, str)
+    assert prepared.is_set()
+    assert too_early == [False]
 
 
 def test_the_error_of_a_lost_receiver_closes_its_connections(monkeypatch):
