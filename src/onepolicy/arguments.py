@@ -10,18 +10,20 @@ from torch import Tensor
 
 from onepolicy.errors import UsageError, describe_argument
 
-Kind = Literal["floats", "whole numbers", "numbers", "bool"]
+Kind = Literal["floats", "whole numbers", "ids", "numbers", "bool"]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DTYPES: dict[Kind, tuple[torch.dtype, ...]] = {
     "floats": FLOATS,
     "whole numbers": WHOLE,
+    "ids": (*WHOLE, torch.uint16, torch.uint32),  # that are only looked up
     "numbers": FLOATS + WHOLE,
     "bool": (torch.bool,),
 }
 FIX: dict[Kind, str] = {
     "floats": ".float()",
     "whole numbers": ".long()",
+    "ids": ".long()",
     "numbers": ".float()",
     "bool": ".bool()",
 }
@@ -49,12 +51,17 @@ def require_tensor(caller: str, name: str, value: object, kind: Kind | None = No
     return value
 
 
-def require_one_device(caller: str, given: Mapping[str, Tensor | None]) -> None:
-    """Raise UsageError if the arguments are on several devices, or on meta, which has no values."""
+def require_one_device(
+    caller: str, given: Mapping[str, Tensor | None], *, values: bool = True
+) -> None:
+    """Raise UsageError if the arguments are on several devices.
+
+    values: also if they are on meta, which has none.
+    """
     devices = {name: str(value.device) for name, value in given.items() if value is not None}
     if len(set(devices.values())) > 1:
         found = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise UsageError(f"{caller}: {found}; pass them on one device")
-    if "meta" in devices.values():
+    if values and "meta" in devices.values():
         names = ", ".join(devices)
         raise UsageError(f"{caller}: {names} on meta, a device without values; pass real tensors")

@@ -397,6 +397,22 @@ def test_the_argument_is_named(subtests: Any) -> None:
         assert f"slots: {said}" in str(error.value)
 
 
+def test_log_probs_takes_what_frameworks_hand_it(subtests: Any) -> None:
+    """numpy's numbers, narrow ids, tensors without values, a graph that is being made."""
+    logits, tokens = torch.randn(4, 9, generator=DRAW), torch.tensor([0, 8, 3, 1])
+    expected = op.log_probs(logits, tokens, temperature=2.0)
+    for name, found in {
+        "numpy's number": op.log_probs(logits, tokens, temperature=np.float32(2)),
+        "numpy's int": op.log_probs(logits, tokens, temperature=np.int64(2)),
+        "tensor": op.log_probs(logits, tokens, temperature=torch.tensor(2.0)),
+        "uint16": op.log_probs(logits, tokens.to(torch.uint16), temperature=2.0),
+    }.items():
+        with subtests.test(name):
+            assert torch.equal(found, expected)
+    empty = op.log_probs(logits.to("meta"), tokens.to("meta"))
+    assert (empty.shape, empty.device.type) == ((4,), "meta")
+
+
 def test_a_label_to_ignore_is_named() -> None:
     tokens = torch.tensor([3, -100, 5])
     with pytest.raises(op.UsageError, match=r"tokens is -100 at slot 1, expected ids below 20"):

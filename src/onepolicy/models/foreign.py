@@ -24,7 +24,7 @@ MAX_LAYERS, MAX_LABELS = 512, 10_000
 SIZE = re.compile(
     r"^(n_embd|n_head|n_inner|d_model|d_ff|d_kv)$|_(size|dim|heads|experts|groups|rank)$"
 )
-NO_SIZE = re.compile(r"window|chunk|max|batch|image|patch|pad")
+NO_SIZE = re.compile(r"window|chunk|max|batch|image|patch|pad|group_size|block_size")
 """Settings of a config that are widths or counts of tensors, and those that only sound like it."""
 MOST_OF_A_SIZE, MOST_TOKENS = 2**20, 2**24
 AT_LEAST_ONE = ("hidden_size", "num_attention_heads", "vocab_size", "head_dim")

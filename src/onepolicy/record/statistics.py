@@ -142,8 +142,14 @@ NO_TOKEN = Mean()
 
 def means_by(label: Array, values: Array, row: Array) -> dict[int, Mean]:
     """Return the mean of the values of each label [n] int64. values, row: as of Mean."""
-    chosen = {value: label == value for value in np.unique(label).tolist()}
-    return {value: Mean.of(values[which], row[which]) for value, which in chosen.items()}
+    order = label.argsort(kind="stable")  # rows stay ascending within a label
+    found, starts = np.unique(label[order], return_index=True)
+    groups = np.split(order, starts[1:])
+    return {
+        value: Mean.of(values[which], row[which])
+        for value, which in zip(found.tolist(), groups, strict=True)
+        if len(which)
+    }
 
 
 def row_starts(row: Array) -> Array:

@@ -7,6 +7,7 @@ the softmax over them. The trainer's are comparable if its softmax is over the s
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -119,7 +120,7 @@ def _reduce(values: Tensor, how: str, sizes: Tensor) -> Tensor:
 def _check_arguments(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:
     """Return the slots [m] to score. Raises UsageError."""
     require_tensor("log_probs", "logits", logits, "floats")
-    require_tensor("log_probs", "tokens", tokens, "whole numbers")
+    require_tensor("log_probs", "tokens", tokens, "ids")
     if logits.dim() != 2 or not logits.shape[1]:
         raise UsageError(
             f"log_probs: logits is {describe_argument(logits)}, expected floating [T, V]; for a "
@@ -130,7 +131,7 @@ def _check_arguments(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> Ten
             f"log_probs: tokens is {describe_argument(tokens)}, expected integers "
             f"[{len(logits)}], one for each row of logits"
         )
-    require_one_device("log_probs", {"logits": logits, "tokens": tokens})
+    require_one_device("log_probs", {"logits": logits, "tokens": tokens}, values=False)
     if mask is None:
         return torch.arange(len(logits), device=logits.device)
     require_tensor("log_probs", "mask", mask, "bool")
@@ -138,12 +139,15 @@ def _check_arguments(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> Ten
         raise UsageError(
             f"log_probs: mask is {describe_argument(mask)}, expected bool [{len(logits)}]"
         )
-    require_one_device("log_probs", {"logits": logits, "mask": mask})
+    require_one_device("log_probs", {"logits": logits, "mask": mask}, values=False)
     return mask.nonzero()[:, 0]
 
 
 def _check_tokens(own: Tensor, slots: Tensor, vocabulary: int) -> None:
     """Raise UsageError for an id outside of the vocabulary, such as the -100 of ignored labels."""
+    # Without values, or as a graph is made, nothing can be asked of them.
+    if type(own) is not Tensor or own.is_meta or torch.compiler.is_compiling():
+        return
     outside = ((own < 0) | (own >= vocabulary)).nonzero()[:1, 0]
     if len(outside):
         place = int(outside)
@@ -172,7 +176,7 @@ def _check_support(
 
 def _temperature_of(temperature: float | Tensor, rows: int, slots: Tensor) -> float | Tensor:
     if not isinstance(temperature, Tensor):
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+        if isinstance(temperature, bool) or not isinstance(temperature, Real):
             raise UsageError(
                 f"log_probs: temperature is {describe_argument(temperature)}, expected a number or "
                 f"a tensor [{rows}]"
@@ -182,9 +186,8 @@ def _temperature_of(temperature: float | Tensor, rows: int, slots: Tensor) -> fl
                 f"log_probs: temperature is {temperature}, expected a number above 0; greedy "
                 "tokens have no log-probability to train on"
             )
-        return temperature
+        return float(temperature)
     require_tensor("log_probs", "temperature", temperature, "numbers")
-    require_one_device("log_probs", {"slots": slots, "temperature": temperature})
     if temperature.dim() == 0:
         return temperature
     if temperature.shape != (rows,):
@@ -192,4 +195,6 @@ def _temperature_of(temperature: float | Tensor, rows: int, slots: Tensor) -> fl
             f"log_probs: temperature is {describe_argument(temperature)}, expected a number or "
             f"[{rows}]"
         )
+    both = {"logits": slots, "temperature": temperature}
+    require_one_device("log_probs", both, values=False)
     return temperature[slots, None]

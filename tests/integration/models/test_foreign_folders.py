@@ -14,6 +14,7 @@ from onepolicy import chat_templates
 from onepolicy.bounded import GIB, Limits
 from onepolicy.chat_templates import render_chat
 from onepolicy.config import ModelConfig, UsageError, resolve
+from onepolicy.models import foreign
 from onepolicy.models.load import context_length, load_model, load_tokenizer, read_config
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.planner import Planner
@@ -89,6 +90,12 @@ CONFIGS = [
     ({"configuration_files": ["config.4.0.0.json"]}, "configuration_files names other configs"),
     (b"[" * 100_000, "cannot read the config"),
 ]
+
+
+def test_a_group_size_of_minus_one_is_no_width(change):
+    """GPTQ and AWQ write it for one scale a channel."""
+    stored = {"quant_method": "awq", "bits": 4, "group_size": -1, "q_group_size": -1}
+    foreign.check_counts(change({"quantization_config": stored}))
 
 
 @pytest.mark.parametrize(("values", "said"), CONFIGS)
