@@ -160,7 +160,7 @@ def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: 
     if engine.max_len is not None:
         margin /= 2
     room = memory.free - int(margin * memory.total) - learner - weights - states
-    fits = max(0, room) // per_position
+    fits = max(0, room) // max(1, per_position)  # layers of states alone cache nothing of a token
     if trains and fits > slots:  # a sample is never split, so it may be more than a micro-batch
         per_slot = activations // slots
         fits = slots + (room - slots * per_position) // (per_position + per_slot)

@@ -58,7 +58,8 @@ Total = int | float
 
 def k3_terms(log_rho: Array) -> Array:
     """Return rho - 1 - log rho [nats] (R3 paper, equation 2), of any shape."""
-    terms: Array = np.expm1(log_rho) - log_rho
+    with np.errstate(over="ignore"):  # inf says it
+        terms: Array = np.expm1(log_rho) - log_rho
     return terms
 
 
@@ -119,7 +120,8 @@ class Mean:
         if not len(values):
             return cls()
         starts = row_starts(row)
-        sums = np.add.reduceat(np.stack([values, np.square(values)]), starts, axis=1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums = np.add.reduceat(np.stack([values, np.square(values)]), starts, axis=1)
         return cls(len(values), *exact_sums(sums))
 
     def __add__(self, other: Mean) -> Mean:

@@ -23,6 +23,7 @@ from onepolicy.report.page import Card, Excerpt, Page, Section, Table, Tile, wri
 from onepolicy.report.png import write_figures
 from onepolicy.report.terminal import told, verdict_parts
 from onepolicy.report.words import (
+    ALARMING,
     BADGES,
     FORECAST_HEADER,
     HOW_FAR,
@@ -125,7 +126,7 @@ def card(tree: Tree) -> Card:
         prompts = config["rollout"]["prompts_per_step"]
         sentence += f" Judged on {prompts} made-up sums: give --prompts to judge on your own."
     action, lines = found["action"], [f"Because {text}." for text in found["basis"]]
-    setting, bad = found["setting"], action == "bug"
+    setting, bad = found["setting"], action in ALARMING
     return Card(sentence, BADGES[action], action, bad, setting, lines, tiles=tiles(tree))
 
 

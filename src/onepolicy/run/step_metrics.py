@@ -103,9 +103,11 @@ def metrics_per_staleness(batch: TokenBatch, version: int) -> dict[str, float]:
 def _k3_by_bins(batch: TokenBatch, number: Tensor, k3: str, tokens: str) -> dict[str, float]:
     """Return metrics `k3`@k and `tokens`@k of a scored batch.
 
-    number: [n] int64, from 0, of each trainable slot.
+    number: [n] int64 of each trainable slot. Numbers below 0 are left out.
     """
-    mask = batch.trainable
+    mask = batch.trainable.clone()
+    mask[mask.clone()] = number >= 0
+    number = number[number >= 0]
     assert batch.logp_old is not None
     terms = k3_terms(batch.logp_old[mask], batch.logp_rollout[mask])
     given = (turn_bins(number), terms, batch.segment[mask])

@@ -126,6 +126,11 @@ class BypassScoring(ScoringFirst):
         self._samples = list(range(minibatch.num_samples))
         return ScoreBuffer(minibatch)
 
+    @property
+    def _saves_scoring(self) -> bool:
+        """True if a forward of the update replaces one that would only score."""
+        return True
+
     def _score_the_rest(self, buffer: ScoreBuffer) -> None:
         """Score the samples of the buffer that the update left out."""
 
@@ -139,7 +144,8 @@ class BypassScoring(ScoringFirst):
             self.scorer.check_displaced(micro, scored.displaced)
             if self.scorer.device.type == "cuda":
                 torch.cuda.synchronize(self.scorer.device)
-            measured.seconds += time.perf_counter() - start
+            if self._saves_scoring:
+                measured.seconds += time.perf_counter() - start
             measured.replaced += self._replaced(handle)
             if self._buffer is not None:
                 self._buffer.add_scores([self._samples[i] for i in samples], scored, handle)
@@ -166,6 +172,10 @@ class EqualScoring(BypassScoring):
         count = self.scorer.config.objective.num_minibatches
         self._samples = pack.minibatches(self._batch, count)[0]
         return ScoreBuffer(self._batch)
+
+    @property
+    def _saves_scoring(self) -> bool:
+        return self._buffer is not None  # later minibatches are scored as well
 
     def _score_the_rest(self, buffer: ScoreBuffer) -> None:
         rest = [s for s in range(buffer.batch.num_samples) if s not in buffer.samples]

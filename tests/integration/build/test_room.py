@@ -18,6 +18,7 @@ from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig, resolve
 from onepolicy.models.empty import empty_model
 from onepolicy.rollout.vllm.memory import GPU_SHARE, memory_args
 from onepolicy.train.memory import read_sizes, route_bytes
+from support.recurrent_models import hybrid
 
 CONTEXT, VOCAB = 40960, 151936
 QWEN3_06B = {
@@ -154,6 +155,26 @@ def test_adapters_leave_the_room_of_gradients_and_moments(model, monkeypatch):
     fits = fit_max_len(recipe("train.lora.rank=16"), model, CONTEXT, trains=True)
     room_left = 80e9 - 8e9 - 6 * PARAMETERS - 16 * adapters - MICRO_BATCH
     assert fits == room_left // (64 * PER_TOKEN) // 64 * 64
+
+
+def test_states_of_a_hybrid_are_counted_once_a_sequence(tmp_path, monkeypatch):
+    """They do not grow with the sequence."""
+    hybrid("qwen3_5_text").save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    sizes = read_sizes(empty_model(model))
+    assert sizes.states > 0
+    per_token = sizes.cached * 2
+    seqs = 1000
+    settings = f"rollout.engine.max_num_seqs={seqs}", "replay.mode=off", "rollout.engine.max_len=64"
+    learner = 18 * sizes.total + MICRO_BATCH
+    for more, fits in ((64 * per_token * seqs, True), (64 * per_token * seqs - seqs, False)):
+        free = int(0.05 * 80e9) + learner + seqs * sizes.states + more + 1
+        on_gpu(monkeypatch, free=free)
+        if fits:
+            assert fit_max_len(recipe(*settings), model, 128, trains=True) == 64
+        else:
+            with pytest.raises(UsageError, match="max_len: 64 tokens"):
+                fit_max_len(recipe(*settings), model, 128, trains=True)
 
 
 def test_a_length_that_does_not_fit_is_refused_with_the_arithmetic(model, monkeypatch):

@@ -356,6 +356,8 @@ def test_on_policy_numerics_take_as_long_as_measured():
     fast, slow = (learning(own, cpu) for own in both)
     # without a scoring forward, whose graph the fast update of one micro-batch takes
     assert (slow.score, slow.update) == pytest.approx((0.0, 3 * (fast.score + fast.update)))
+    several = {"objective": {"num_minibatches": 4}} | both[1]  # all but the first are scored too
+    assert learning(several, cpu).score == pytest.approx(3 * fast.score * 3 / 4)
     fast, slow = (rollout(config(**own), cpu) for own in both)
     assert (slow.prefill, slow.decode) == pytest.approx((2 * fast.prefill, 2 * fast.decode))
 

@@ -37,8 +37,9 @@ def test_the_share_of_large_steps_is_over_all_seeds_of_an_arm():
     )["above"]
     assert figure.title == "Steps above 1e-3: 2 of 6 without replay, 0 of 8 with replay"
     off, _ = figure.data
-    assert off["x"] == [1e-5] * 4 + [2e-3] * 2
-    assert off["y"] == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    assert off["x"] == [1e-5] * 4 + [2e-3] * 3
+    assert off["y"] == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
+    assert off["line"]["shape"] == "vh"  # after 1e-5 two of six are left, as the title says
 
 
 def test_a_zero_is_a_tick_at_the_edge_and_no_line_leads_to_it():
@@ -95,6 +96,13 @@ def test_a_running_mean_begins_with_its_first_whole_window():
     assert running_mean(values, 2)[1:].tolist() == [2.0, 3.0, 5.0]
     assert math.isnan(running_mean(values, 2)[0])
     assert math.isnan(running_mean(np.array([math.nan, math.nan]), 1)[1])
+    exploded = running_mean(np.array([1.0, 1.0, math.inf, 1.0, 1.0]), 2)
+    assert np.isnan(exploded).tolist() == [True, False, True, True, False]  # a gap
+
+
+def test_steps_below_0_stay_inside_the_axis():
+    low, high = step_axis([Series("a", ARMS[0], [1.0, 2.0], [-5, -4])])["range"]
+    assert low < -5 < -4 < high
 
 
 def test_other_is_the_time_of_no_part():

@@ -114,8 +114,10 @@ def over_steps(
 
 def step_axis(series: Sequence[Series]) -> Spec:
     """Return the axis of training steps."""
-    last = max((max(each.x, default=1) for each in series), default=1)
-    return axis("training step", range=[-0.01 * last, 1.02 * last], nticks=8)
+    found = [step for each in series for step in each.x] or [1]
+    first, last = min(0, *found), max(1, *found)
+    width = last - first
+    return axis("training step", range=[first - 0.01 * width, last + 0.02 * width], nticks=8)
 
 
 def window_of(values: Array) -> int:
@@ -127,16 +129,16 @@ def window_of(values: Array) -> int:
 
 
 def running_mean(values: Array, window: int) -> Array:  # [steps] float64
-    """Return the mean of each value and of the `window` - 1 before it, of those that are finite.
+    """Return the mean of each value and of the `window` - 1 before it, of those that there are.
 
-    NaN where there are not so many, or none is finite.
+    NaN where there are not so many, or none, or one is infinite.
     """
     if window == 1:
         return values
     found = np.full(len(values), math.nan)
     for at in range(window, len(values) + 1):
         part = values[at - window : at]
-        if np.isfinite(part).any():
+        if np.isfinite(part).any() and not np.isinf(part).any():
             found[at - 1] = part[np.isfinite(part)].mean()
     return found
 
@@ -168,7 +170,8 @@ def _end_labels(
     wanted = {}
     for label, (_, values) in ends.items():
         known = [math.log10(v) if log else v for v in values if not log or v > 0]
-        wanted[label] = sum(known) / len(known) if known else low
+        if values:  # without any there is no line to name
+            wanted[label] = sum(known) / len(known) if known else low
     apart = LABEL / (height - 90) * (high - low)
     places, above = {}, math.inf
     for label in sorted(wanted, key=wanted.__getitem__, reverse=True):

@@ -144,7 +144,8 @@ def large_steps(series: Sequence[Series], width: Width = "third") -> Figure:
         count = int((values > QUIET_KL).sum())
         above.append(f"{count} of {len(values)} {label}")
         shares = 1 - np.arange(len(values)) / max(1, len(values))
-        data.append(line(label, values.tolist(), shares.tolist(), parts[0].style))
+        x, y = values.tolist(), shares.tolist()
+        data.append(line(label, [*x, *x[-1:]], [*y, *[0.0] * bool(x)], parts[0].style))
         data[-1]["line"] |= {"width": 2.4, "shape": "vh"}
     scale = LogScale.of(*(each.y for each in series), K3_LIMITS)
     for trace in data:
