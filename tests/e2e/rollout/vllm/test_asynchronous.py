@@ -12,6 +12,7 @@ from onepolicy.cli import main
 from onepolicy.config import ModelConfig
 from onepolicy.models.load import load_model
 from onepolicy.rollout.remote.client import EngineClient
+from onepolicy.rollout.remote.dialects.vllm import VLLMDialect
 from onepolicy.rollout.remote.engine import RemoteEngine
 from onepolicy.rollout.vllm.guard import GENERATE
 from onepolicy.run import async_rollouts
@@ -45,10 +46,10 @@ def catch(monkeypatch):
     The episodes of that step begin when the update is due. Each of their requests is sent again
     while it only ends. The update comes once the server has given up one after some of its tokens.
     """
-    updates, due, flying, caught = [], asyncio.Event(), set(), []
+    updates, updating, due, flying, caught = [], [], asyncio.Event(), set(), []
     of_held = contextvars.ContextVar("of_held", default=False)  # copied to the episodes' tasks
     sample, post = async_rollouts.sample_rollouts, EngineClient.post
-    load_weights = RemoteEngine.load_weights
+    load_weights, begin_update = RemoteEngine.load_weights, VLLMDialect.begin_update
 
     async def sample_when_due(components, step, *more):
         if step == HELD:
@@ -70,21 +71,32 @@ def catch(monkeypatch):
         finally:
             flying.remove(call)
 
-    async def load_in_the_middle(engine, weights, version):
-        if version not in updates:
-            return await load_weights(engine, weights, version)
-        due.set()
-        kept = [(name, tensor.clone()) for name, tensor in weights]
+    async def load_when_due(engine, weights, version):
+        updating.extend([engine] * (version in updates))
+        if updating:
+            due.set()
+        await load_weights(engine, weights, version)
+        updating.clear()
+
+    async def begin_in_the_middle(dialect, gate):
+        """Try again, with the old weights, until one of the requests has been caught."""
+        if not updating:
+            return await begin_update(dialect, gate)
         for attempt in itertools.count():
+            gate.is_open.set()
             await until(lambda: flying)
             await asyncio.sleep(2**attempt / 1000)  # one of these is after its first token
-            await load_weights(engine, kept, version)
+            gate.is_open.clear()
+            updating[0]._aborts += 1  # our own, not somebody else's
+            await begin_update(dialect, gate)
             if caught:
                 return
+            await dialect.resume()
 
     monkeypatch.setattr(async_rollouts, "sample_rollouts", sample_when_due)
     monkeypatch.setattr(EngineClient, "post", noted_post)
-    monkeypatch.setattr(RemoteEngine, "load_weights", load_in_the_middle)
+    monkeypatch.setattr(RemoteEngine, "load_weights", load_when_due)
+    monkeypatch.setattr(VLLMDialect, "begin_update", begin_in_the_middle)
     return updates.append
 
 
