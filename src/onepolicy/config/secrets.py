@@ -17,9 +17,10 @@ SECRET = re.compile(f"(?i){WORDS}")
 FREE = ("env", "params", "command")
 """Settings of a task that are somebody else's. Elsewhere a name such as `answer_key` is ours."""
 NAMED = re.compile(
-    rf"(?i)((?:{WORDS})[\w-]*[\"']?\s*[=:]\s*)([^;&,}}\n]+)",
+    rf"(?i)((?:{WORDS})[\w-]*[\"']?\s*[=:]\s*)([^;&}}\n]+)|(-[\w-]*(?:{WORDS})[\w-]*\s+)(\S+)"
 )
-"""A name and its value inside a text: `--api-key=VALUE`, `Authorization: VALUE`, JSON, a query."""
+"""A name and its value inside a text: `--api-key=VALUE`, `--api-key VALUE`, `Authorization: VALUE`,
+JSON, a query."""
 USER = re.compile(r"(?<=://)[^\s?#]+(?=@)")
 """User and password in an address."""
 
@@ -66,7 +67,7 @@ def _without_secrets(tree: Any, *, free: bool, secret: bool) -> Any:
     if secret:
         return "hidden"
     if free:
-        tree = NAMED.sub(r"\1hidden", tree)
+        tree = NAMED.sub(lambda found: f"{found[1] or found[3]}hidden", tree)
     return USER.sub("hidden", tree)
 
 

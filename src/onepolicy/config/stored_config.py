@@ -17,8 +17,9 @@ from onepolicy.config.engine import ServerEngineConfig
 from onepolicy.config.errors import describe_errors
 from onepolicy.config.output_paths import CONFIG
 from onepolicy.config.run import RunConfig
+from onepolicy.config.secrets import show_value
 from onepolicy.config.task import GymnasiumTask, ProgramTask, TaskConfig, VerifiersTask
-from onepolicy.errors import UsageError, short_repr
+from onepolicy.errors import UsageError
 
 TRUST, URL = "model.trust_remote_code", "rollout.engine.url"
 ADDRESS = "cluster.address"
@@ -109,8 +110,8 @@ def _imports(task: TaskConfig) -> Iterator[tuple[str, str, str, str]]:
     if isinstance(task, ProgramTask):
         yield (
             *(KIND, task.kind),
-            f"run the program {short_repr(list(task.command))} and show it the files that "
-            "task.readable names; read both first",
+            f"run the program {show_value(('command',), list(task.command))} and show it the files "
+            "that task.folder and task.readable name; read all of them first",
             "another task",
         )
     # MODULE:NAME. gymnasium's wrappers of older versions take such an id as a parameter.

@@ -348,10 +348,10 @@ class ProgramTask(EpisodeTask):
                 "out, or set task.reward"
             )
         parts = PurePosixPath(self.result_file or "result").parts
-        if parts[0] == "/" or ".." in parts:
+        if not parts or self.result_file == "" or parts[0] == "/" or ".." in parts:
             raise ValueError(
-                f"task.result_file: {self.result_file} is not in the program's working folder; "
-                "give a path that is relative to it"
+                f"task.result_file: {self.result_file!r} is no file in the program's working "
+                "folder; give a path that is relative to it"
             )
         taken = next((name for name in GATEWAY_VARIABLES if name in self.env), None)
         if taken is not None:

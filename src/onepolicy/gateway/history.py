@@ -36,6 +36,8 @@ from onepolicy.types import MAX_LOGP, Completion, Sample
 Thoughts = Literal["keep", "as-sent"]
 """A served turn that comes back without its thoughts. keep: is continued from our ids, thoughts
 included. as-sent: a new root."""
+MOST_CHARACTERS = 32
+"""Characters of a conversation for each token of the context: a longer one is not tokenised."""
 MOST_TURNS = 4096
 """Turns of an episode, so that a client in an endless loop does not fill the memory."""
 
@@ -91,6 +93,7 @@ class History:
         Raises RequestError if there is no room for it, or the template cannot write it.
         """
         _check_order(request)
+        self._check_size(request)
         if len(self.turns) >= MOST_TURNS:
             raise RequestError(f"this episode has had {MOST_TURNS} turns", status=429)
         turn, place, key, dropped = self._match(request)
@@ -118,6 +121,7 @@ class History:
     def count_tokens(self, request: Request) -> int:
         """Return how many tokens a request's turn would be sampled after."""
         _check_order(request)
+        self._check_size(request)
         turn, place, _, _ = self._match(request)
         if turn is None or place < request.last_assistant:
             return len(self.renderer.encode_prompt(request.messages, request.tools))
@@ -278,6 +282,21 @@ class History:
         decode = self.renderer.tokenizer.decode
         one, other = (str(decode(list(ids))).split() for ids in (ours, sent))
         return "".join(other).startswith("".join(one))
+
+    def _check_size(self, request: Request) -> None:
+        """Raise RequestError for a text that cannot fit, before it is tokenised.
+
+        That takes seconds a megabyte, in which nothing else is served.
+        """
+        texts = [each for message in request.messages for each in (message.text, message.thought)]
+        texts += [call.arguments for message in request.messages for call in message.calls]
+        size = sum(map(len, texts)) + len(repr(request.tools))
+        most = MOST_CHARACTERS * self.max_len
+        if size > most:
+            raise RequestError(
+                f"the conversation has {size:,} characters, and {self.max_len} tokens fit",
+                code="context_length_exceeded",
+            )
 
     def _room(self, tokens: list[int], request: Request) -> int:
         """Return how many tokens the turn may have."""

@@ -101,6 +101,7 @@ class Session:
         self.running = 0  # turns that are being sampled
         self._sampled = self._reserved = 0  # tokens
         self._turn_ended = asyncio.Event()
+        self._closed = False
         self._work: set[asyncio.Future[Turn]] = set()
         self._answers: dict[str, asyncio.Future[Turn]] = {}
 
@@ -113,6 +114,8 @@ class Session:
         the first one's answer, also while that is being sampled. Raises RequestError if the request
         cannot be served.
         """
+        if self._closed:
+            raise RequestError("this episode has ended", status=409, code="ended")
         known = self._answers.get(key or "")
         if known is not None and repeated:
             self.replayed += 1
@@ -132,7 +135,8 @@ class Session:
                 del self._answers[key]
 
     async def close(self) -> None:
-        """End the turns that are still sampled, whose clients have gone."""
+        """End the turns that are still sampled, whose clients have gone, and take no more."""
+        self._closed = True
         work = list(self._work)
         for each in work:
             each.cancel()

@@ -511,3 +511,27 @@ def test_templates_that_cannot_be_used():
     second = ask(session, *first.conversation, AGAIN)
     assert second.parent is first  # our ids have the thought, whatever the template would write
     assert "hm" in TOKENIZER.decode(second.path.tokens[: first.length])
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch):
+    """Tokenising takes seconds a megabyte, in which nothing else is served."""
+    session = session_of("never")
+    history = session.history
+    monkeypatch.setattr(history.renderer, "encode_prompt", None)
+    request = Request((Message("user", "x" * (history.max_len * 32 + 1)),))
+    for ask in (history.plan, history.count_tokens):
+        with pytest.raises(RequestError, match="characters, and") as error:
+            ask(request)
+        assert error.value.code == "context_length_exceeded"
+
+
+def test_a_closed_session_samples_nothing_more():
+    session = session_of("never")
+
+    async def after_the_end():
+        await session.close()
+        return await session.answer(Request((Message("user", "hi"),)))
+
+    with pytest.raises(RequestError, match="has ended"):
+        asyncio.run(after_the_end())
+    assert not session.history.turns

@@ -145,6 +145,7 @@ def test_a_key_of_a_tasks_settings_is_not_in_the_page(copy):
         "max_tokens": 9,
     }
     more |= {"hook": "https://h/?api_key=sk-LEAKED&x=1", "conn": "Server=x;Password=hunter2;y=1"}
+    more |= {"line": "sh -c 'agent --api-key sk-LEAKED'", "list": "--password=a,hunter2"}
     more |= {"json": '{"a": 1, "api_key": "sk-LEAKED"}', "tokenizer": "mine"}
     keys = {"env": {"api_key": "sk-LEAKED", "size": 3}, "params": {"PASSWORD": "hunter2"} | more}
     keys |= {"command": ["run", "-H", "Authorization: Bearer hunter2"], "answer_key": "ours"}
