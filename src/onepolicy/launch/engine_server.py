@@ -44,7 +44,7 @@ def serve_model(
         raise UsageError(f"max_len: {max_len} is more than the model's context of {context}")
     cpu = not torch.cuda.is_available()
     if cpu:
-        check_cpu_hybrid(config, hf_config.get_text_config())
+        check_cpu_hybrid(config, hf_config.get_text_config(), section="")
     adapters = None
     if config.lora_rank is not None:
         adapters = _adapter_settings(config, config.lora_rank, model)

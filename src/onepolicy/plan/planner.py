@@ -360,9 +360,8 @@ def _model_key(config: RunConfig) -> tuple[str, int | None]:
 def _check_plannable(config: RunConfig, cluster: Cluster) -> None:
     if config.numerics == ON_POLICY and not cluster.is_cpu:
         raise UsageError(
-            f"numerics: {config.numerics} was run on CPUs only, so the memory and time of its "
-            f"kernels on {cluster.device} are not known; plan it for --cluster 1xcpu, "
-            "or numerics=fast"
+            f"numerics: the time and memory of {config.numerics} on a GPU ({cluster.device}) are "
+            "not modelled; plan it for --cluster 1xcpu, or numerics=fast"
         )
 
 

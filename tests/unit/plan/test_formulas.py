@@ -607,7 +607,7 @@ def test_settings_that_cannot_be_planned_are_refused(capsys, monkeypatch, subtes
         ("model.path=./nowhere", "no folder ./nowhere.*known without a download: DeepSeek-V3"),
         ("--json nowhere/plan.json", "--json: no folder nowhere"),
         ("--json README.md/x/plan.json", "--json: .*README.md is a file, not a folder"),
-        (exact, "numerics: on-policy was run on CPUs only"),
+        (exact, r"numerics: the time and memory of on-policy on a GPU .* are not"),
         (f"--sync nccl {qwen}", "--sync: the engine is in the learner's process"),
     ):
         with subtests.test(arguments=arguments):

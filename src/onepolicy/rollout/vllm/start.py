@@ -196,10 +196,13 @@ def engine_args(
     }
 
 
-def check_cpu_hybrid(config: VLLMEngineConfig, text: PreTrainedConfig) -> None:
+def check_cpu_hybrid(
+    config: VLLMEngineConfig, text: PreTrainedConfig, *, section: str = "rollout.engine."
+) -> None:
     """Raise UsageError for settings with which vLLM's CPU build runs no recurrent layers.
 
-    text: the config of the language model.
+    text: the config of the language model. section: the path of the settings, with a dot; `engine
+    serve` has them without one.
     """
     from onepolicy.models.layer_kinds import LAYER_KINDS, layer_kinds  # not in a server
 
@@ -209,12 +212,12 @@ def check_cpu_hybrid(config: VLLMEngineConfig, text: PreTrainedConfig) -> None:
     has = f"{text.model_type} has {', '.join(sorted(recurrent))} layers"
     if config.dtype == "float32":
         raise UsageError(
-            f"rollout.engine.dtype: float32, but {has}, which vLLM's CPU build computes in "
+            f"{section}dtype: float32, but {has}, which vLLM's CPU build computes in "
             "bfloat16 only; use bfloat16"
         )
     if config.enable_prefix_caching:
         raise UsageError(
-            f"rollout.engine.enable_prefix_caching: {has}, whose states vLLM's CPU build caches "
+            f"{section}enable_prefix_caching: {has}, whose states vLLM's CPU build caches "
             "only with prefills in chunks, which lose its random numbers; set it to false"
         )
 
