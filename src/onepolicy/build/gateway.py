@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import hashlib
-import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h11
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from onepolicy.build.components import (
     check_replayable,
@@ -24,6 +20,7 @@ from onepolicy.build.components import (
 from onepolicy.build.measure import EngineAndScorer, build_engine_and_scorer, measure_config
 from onepolicy.config.input_files import resolve_model
 from onepolicy.console import print_status, print_text
+from onepolicy.gateway.connections import HTTP, raise_most_connections
 from onepolicy.gateway.episodes import Episodes
 from onepolicy.gateway.history import History, Thoughts
 from onepolicy.gateway.rendering import Renderer
@@ -40,10 +37,6 @@ from onepolicy.types import Group, Sampling, TokenBatch
 HOST = "127.0.0.1"
 SECONDS_TO_END = 20
 """Seconds that turns may take after Ctrl-C."""
-SECONDS_OF_HEAD = 10
-"""Seconds in which the head of a request must be there."""
-MOST_FILES, OWN_FILES = 2**16, 256
-"""Files that the process may have open, and those that are no connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,50 +64,13 @@ def run_gateway(tree: dict[str, Any], overrides: list[str], options: GatewayOpti
         host=HOST,
         port=options.port,
         http=HTTP,
+        ws="none",
         limit_concurrency=raise_most_connections(),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=SECONDS_TO_END,
     )
     return 0
-
-
-class HTTP(H11Protocol):
-    """A connection of uvicorn's that is closed if the head of a request is not there in time.
-
-    uvicorn itself waits for ever. A program that leaks connections would then shut out the others.
-    """
-
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._limit_head()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._limit_head()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._limit_head()
-
-    def _limit_head(self) -> None:
-        """Start the time of a head that is not there yet; stop it where one is."""
-        waits = self.conn.their_state is h11.IDLE
-        if self._late is None and waits:
-            self._late = self.loop.call_later(SECONDS_OF_HEAD, self.transport.close)
-        elif self._late is not None and not waits:
-            self._late.cancel()
-            self._late = None
-
-
-def raise_most_connections() -> int:
-    """Let this process open as many files as it may. Return how many connections that leaves."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-    return most - OWN_FILES
 
 
 def build_gateway(

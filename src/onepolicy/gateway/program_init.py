@@ -3,7 +3,8 @@
 The sandbox's Python runs the text of this file behind that of envs/tools/sandbox_init.py, which has
 set the limits. So it imports nothing of onepolicy. The sandbox has a network of its own, with a
 loopback and nothing else. A relay listens there and passes every connection on to the gateway's
-Unix socket, the one way out. This process starts the program, waits for it, and reports.
+Unix socket, the one way out. This process starts the program, waits for it, and reports. As the
+program is of the same user, the script that calls this forbids it to open this process's files.
 """
 
 import base64
@@ -21,6 +22,7 @@ def run_program(report: int) -> None:
     import tempfile
 
     os.set_inheritable(report, False)
+    os.write(report, b" ")  # so what comes without a report is no failure of bubblewrap
     given = json.load(sys.stdin)
     _start_relay(report)
     ended: dict[str, object] = {"status": None, "error": "", "file": None}

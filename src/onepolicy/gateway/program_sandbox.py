@@ -21,10 +21,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from onepolicy.config import ProgramTask, UsageError
 from onepolicy.config.task import GATEWAY_VARIABLES
+from onepolicy.envs.multiturn.call_format import finite_json
 from onepolicy.envs.tools import sandbox_init, seccomp
 from onepolicy.envs.tools.sandbox import (
     FIRST_USER,
@@ -156,14 +156,10 @@ class ProgramSandbox:
             "file": self.config.result_file,
             "most_bytes": MOST_BYTES,
         }
-        report, write_end = os.pipe()
         try:
-            process = await self._start(gateway, write_end)
+            process, report = await self._start(gateway)
         except OSError as error:  # out of processes, memory or file descriptors
-            os.close(report)
             raise EpisodeError(f"a program's sandbox could not be started: {error}") from error
-        finally:
-            os.close(write_end)
         printed, errors = bytearray(), bytearray()
         timely = True
         try:
@@ -188,22 +184,33 @@ class ProgramSandbox:
         gateway = dict(zip(GATEWAY_VARIABLES, values, strict=True))
         return ours | {"LANG": "C.UTF-8"} | self.config.env | gateway
 
-    async def _start(self, gateway: Path, report: int) -> asyncio.subprocess.Process:
-        """Start a sandbox. As root each has another user id, so that its processes are counted."""
+    async def _start(self, gateway: Path) -> tuple[asyncio.subprocess.Process, int]:
+        """Start a sandbox. Return it and the read end of its report.
+
+        As root each has another user id, so that its processes are counted.
+        """
         user = FIRST_USER + next(self._users) % USERS
-        with seccomp.open_filter(sockets=True) as filter_fd:
-            return await asyncio.create_subprocess_exec(
-                self._bwrap,
-                *_bwrap_arguments(self.config, gateway),
-                *("--seccomp", str(filter_fd), "--", python_path(), "-I", "-B", "-c"),
-                *(_startup_script(self.config), str(report), str(user)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                pass_fds=[filter_fd, report],
-                env={},
-            )
+        report, write_end = os.pipe()
+        try:
+            with seccomp.open_filter(sockets=True) as filter_fd:
+                process = await asyncio.create_subprocess_exec(
+                    self._bwrap,
+                    *_bwrap_arguments(self.config, gateway),
+                    *("--seccomp", str(filter_fd), "--", python_path(), "-I", "-B", "-c"),
+                    *(_startup_script(self.config), str(write_end), str(user)),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                    pass_fds=[filter_fd, write_end],
+                    env={},
+                )
+        except BaseException:
+            os.close(report)
+            raise
+        finally:
+            os.close(write_end)
+        return process, report
 
 
 async def _feed_and_read(
@@ -244,19 +251,24 @@ def _read_all(descriptor: int) -> bytes:
 
 
 def _ended(report: bytes, printed: str, errors: str) -> Ended:
-    """Return the report of a sandbox. Raises EpisodeError if there is none, or no program ran."""
+    """Return how a program ended. Raises EpisodeError if none ran.
+
+    Status -1 if the report is none: the program ended its parent, or it was killed for memory.
+    """
+    if not report and "bwrap: " in errors:
+        raise EpisodeError(f"no sandbox: {errors.strip()[-300:]}")
     try:
-        told: dict[str, Any] = json.loads(report)
-    except ValueError:  # the program ended its parent, or it was killed for memory
-        if "bwrap: " in errors:
-            raise EpisodeError(f"no sandbox: {errors.strip()[-300:]}") from None
+        told = finite_json(report)
+        status, error, file = told["status"], told["error"], told["file"]
+        if file is not None:
+            file = base64.b64decode(file, validate=True).decode(errors="replace")
+    except (ValueError, TypeError, KeyError, RecursionError):
         return Ended(-1, printed, errors, None)
-    if told["error"]:
-        raise EpisodeError(f"the program did not start: {told['error']}")
-    file = told["file"]
-    if file is not None:
-        file = base64.b64decode(file).decode(errors="replace")
-    return Ended(told["status"], printed, errors, file)
+    if error and isinstance(error, str):
+        raise EpisodeError(f"the program did not start: {error}")
+    if error != "" or type(status) is not int or len(told) != 3:
+        return Ended(-1, printed, errors, None)
+    return Ended(status, printed, errors, file)
 
 
 def _startup_script(config: ProgramTask) -> str:
@@ -269,6 +281,8 @@ def _startup_script(config: ProgramTask) -> str:
             Path(program_init.__file__).read_text(encoding="utf-8"),
             f"enter_sandbox(int(sys.argv.pop()), {_resource_limits(config)!r}, {seconds!r}, "
             f"{INODES}, {tables_kib})",
+            # Else the program, which is of the same user, could open the report and write its own.
+            "_prctl(SET_DUMPABLE, 0) or os._exit(NOT_READY)",
             "run_program(int(sys.argv.pop()))",
         ]
     )

@@ -29,6 +29,7 @@ from onepolicy.envs.multiturn.episode import PathOptions
 from onepolicy.envs.multiturn.prompt_checks import check_characters, check_prompt_length
 from onepolicy.envs.multiturn.tokenization import encode_text
 from onepolicy.envs.tasks.single_turn import Task
+from onepolicy.gateway.connections import HTTP, raise_most_connections
 from onepolicy.gateway.episodes import Episodes
 from onepolicy.gateway.history import History, Plan
 from onepolicy.gateway.program_sandbox import Ended, ProgramSandbox
@@ -48,6 +49,8 @@ BREAKS = (
     *(Reason.TRUNCATED_TURN, Reason.UNKNOWN_ASSISTANT),
 )
 LARGEST_REWARD = 1e9
+CONNECTIONS, CONNECTIONS_OF_PROGRAM = 64, 16
+"""Open connections to the gateway: some, and so many for each program that may run."""
 
 
 class Programs:
@@ -218,7 +221,7 @@ class Programs:
         """Give the gateway, which runs as long as somebody uses it."""
         gateway = self._gateway
         if gateway is None:
-            gateway = self._gateway = _Gateway()
+            gateway = self._gateway = _Gateway(self.config.concurrency)
         gateway.users += 1
         try:
             await gateway.start()
@@ -239,17 +242,33 @@ class _Server(uvicorn.Server):
 
 
 class _Gateway:
-    """The gateway's server on a Unix socket in a folder of its own, for all episodes of a loop."""
+    """The gateway's server on a Unix socket in a folder of its own, for all episodes of a loop.
 
-    def __init__(self) -> None:
+    Its connections are files of the process that trains, so they are bounded.
+    """
+
+    def __init__(self, programs: int) -> None:
+        """Make the server. programs: how many may run at once."""
         self.users = 0
         self._folder = tempfile.TemporaryDirectory(prefix="onepolicy-")
         self.socket = Path(self._folder.name) / "gateway.sock"
         self._sessions: dict[str, Session] = {}
         self._episodes = Episodes(self._sessions.__getitem__)
         app = make_app(self._episodes, MODEL)
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
-        config.timeout_graceful_shutdown = 1
+        # asyncio accepts a backlog at once, and some of them before it closes the first connection.
+        most = raise_most_connections() // 4
+        most = min(CONNECTIONS + CONNECTIONS_OF_PROGRAM * programs, most)
+        config = uvicorn.Config(
+            app,
+            http=HTTP,
+            ws="none",
+            backlog=most,
+            limit_concurrency=most,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
         self._server = _Server(config)
         self._running: asyncio.Task[None] | None = None
 

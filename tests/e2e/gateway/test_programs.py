@@ -51,8 +51,8 @@ def play(made, *texts, problem=None, engine=None):
     return asyncio.run(play_episode(engine, made, problem, SAMPLING, lambda turn: turn)), engine
 
 
-ESCAPE = f"""
-import asyncio, sys
+AS_USER = f"""
+import asyncio, json, sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
 from onepolicy.config import ProgramTask
 from onepolicy.envs import make_task
@@ -61,38 +61,48 @@ from onepolicy.interfaces import Problem
 from support.recording_engine import RecordingEngine
 from support.scripted_engine import HERMES, tokenizer_of
 
+words, settings = json.loads(sys.stdin.readline())
 config = ProgramTask(
     problems={PRODUCTS!r},
-    command=["python3", "/program/asker.py", "escape", *sys.stdin.readline().split()],
-    folder={str(PROGRAMS)!r}, env={{"MINE": "1"}},
+    command=["python3", "/program/asker.py", *words],
+    folder={str(PROGRAMS)!r}, env={{"MINE": "1"}}, **settings,
 )
 task = make_task(config.problems)
-task.grade = lambda problem, text: print(text) or 1.0
+printed = []
+task.grade = lambda problem, text: printed.append(text) or 1.0
 made = Programs(config, task, tokenizer_of(HERMES), max_len=4000)
 made.check(max_tokens=100, max_len=4000)
 engine = RecordingEngine(made.tokenizer, ["one", "two"])
 sample = lambda tokens, **how: engine.generate(
     tokens, type("S", (), {{"max_tokens": 9, "routes_from": 0}}), seed=1
 )
-asyncio.run(made.episode(Problem(0, "question", ""), sample, 1.0))
+(sample,) = asyncio.run(made.episode(Problem(0, "question", ""), sample, 1.0))
+died = made.take_metrics()["program/died"]
+print(json.dumps({{"reward": sample.reward, "died": died, "printed": printed}}))
 """
+USERS = pytest.mark.parametrize("user", ["root", "user"] if AS_ROOT else ["user"])
 
 
-@pytest.mark.parametrize("user", ["root", "user"] if AS_ROOT else ["user"])
+def play_as(user, spare, words, **settings):
+    """Play an episode in another process, as root or an ordinary user. Return what it says."""
+    command = [sys.executable, "-c", AS_USER]
+    if AS_ROOT and user == "user":
+        need("setpriv", "unshare")
+        spare.mkdir()
+        command = other_user.command_as_user(AS_USER, spare)
+    process = other_user.start(command, other_user.environment_as_user(SECRET_OF_THE_RUN="hunter2"))
+    printed, _ = process.communicate(json.dumps([words, settings]) + "\n")
+    return json.loads(printed)
+
+
+@USERS
 def test_a_program_reaches_the_gateway_and_nothing_else(tmp_path, user):
     """Whoever starts the run."""
     (tmp_path / "file").write_text("hunter2")
-    command = [sys.executable, "-c", ESCAPE]
-    if AS_ROOT and user == "user":
-        need("setpriv", "unshare")
-        (tmp_path / "spare").mkdir()
-        command = other_user.command_as_user(ESCAPE, tmp_path / "spare")
-    environment = other_user.environment_as_user(SECRET_OF_THE_RUN="hunter2")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        process = other_user.start(command, environment)
-        given = f"{server.getsockname()[1]} {tmp_path}/file\n"
-        printed, _ = process.communicate(given)
-    assert json.loads(printed) == {
+        words = ["escape", str(server.getsockname()[1]), f"{tmp_path}/file"]
+        told = play_as(user, tmp_path / "spare", words)
+    assert json.loads(*told["printed"]) == {
         "network": "OSError",
         "devices": ["lo"],
         "host": "ConnectionRefusedError",
@@ -107,6 +117,13 @@ def test_a_program_reaches_the_gateway_and_nothing_else(tmp_path, user):
         "key": 401,
         "episodes": 404,
     }
+
+
+@USERS
+def test_a_program_cannot_report_its_own_end(tmp_path, user):
+    """It is of its parent's user, and could write a status of 0 and end the parent."""
+    told = play_as(user, tmp_path / "spare", ["forge"], reward="exit")
+    assert told == {"reward": 0.0, "died": 1.0, "printed": []}
 
 
 def borrowed():

@@ -7,6 +7,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 
 def ask(messages, key=None):
@@ -63,6 +64,15 @@ def ask_path(path):
         return error.code
 
 
+def forge(report):
+    """Write a report of the sandbox into every file of the parent process, and end that."""
+    folder = f"/proc/{os.getppid()}/fd"
+    for name in tried(lambda: os.listdir(folder)):
+        tried(lambda path=Path(folder, name): path.write_text(report))
+    os.kill(os.getppid(), 9)
+    time.sleep(3600)
+
+
 what = sys.argv[1]
 messages = [{"role": "user", "content": sys.stdin.read()}]
 if what == "silent":
@@ -82,6 +92,8 @@ if what == "hang":
 if what == "kill":
     os.kill(os.getppid(), 9)
     time.sleep(3600)
+if what == "forge":
+    forge(json.dumps({"status": 0, "error": "", "file": None}))
 if what == "file":
     with open("result.txt", "w") as file:
         file.write(sys.argv[2])

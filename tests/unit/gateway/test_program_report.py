@@ -1,0 +1,64 @@
+"""What the sandbox of a program reports, and what is no report."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from onepolicy.config import ProgramTask
+from onepolicy.gateway.program_sandbox import Ended, ProgramSandbox, _ended
+from onepolicy.interfaces import EpisodeError
+
+REPORT = {"status": 0, "error": "", "file": None}
+
+
+def ended(report, errors=""):
+    return _ended(report, "printed", errors)
+
+
+def test_a_report_and_its_file():
+    given = REPORT | {"status": 3, "file": "aGk="}
+    assert ended(b" " + json.dumps(given).encode()) == Ended(3, "printed", "", "hi")
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        *(b"", b" ", b"{}", b"[]", b"7", b"null", b'"x"', b"\xff", b"[" * 60_000),
+        *(
+            json.dumps(REPORT | wrong).encode()
+            for wrong in (
+                *({"status": "x"}, {"status": None}, {"status": True}, {"status": 0.0}),
+                *({"file": "!"}, {"file": 3}, {"file": "a"}, {"file": "é"}, {"file": [1]}),
+                *({"error": None}, {"error": 1}, {"error": ["x"]}, {"more": 1}),
+            )
+        ),
+    ],
+)
+def test_what_is_no_report_is_a_program_that_ended_badly(report):
+    assert ended(report) == Ended(-1, "printed", "", None)
+
+
+def test_a_program_that_did_not_start_is_no_episode():
+    with pytest.raises(EpisodeError, match="did not start: no such file"):
+        ended(json.dumps(REPORT | {"status": None, "error": "no such file"}).encode())
+    with pytest.raises(EpisodeError, match="no sandbox: bwrap: no namespaces"):
+        ended(b"", "bwrap: no namespaces")
+    said = "bwrap: a program says so"  # and ends its parent
+    assert ended(b" ", said) == Ended(-1, "printed", said, None)
+
+
+def test_a_sandbox_without_a_pipe_is_no_episode(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    problems = {"kind": "gym", "name": "products", "params": {"min_digits": 1, "max_digits": 1}}
+    sandbox = ProgramSandbox(ProgramTask(problems=problems, command=("x",)))
+
+    def fail():
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("os.pipe", fail)
+    loop = asyncio.new_event_loop()  # before: it needs pipes of its own
+    with pytest.raises(EpisodeError, match=r"could not be started: .*Too many open files"):
+        loop.run_until_complete(sandbox.run(["x"], "", "key", Path("gateway.sock")))
+    loop.close()
