@@ -1,6 +1,7 @@
 """A learner with an adapter of one layer, for the tests of what servers are sent."""
 
 import contextlib
+import errno
 
 import torch
 from safetensors.torch import save_file
@@ -29,6 +30,11 @@ class Adapter:
         before, self.is_off = self.is_off, True
         yield
         self.is_off = before
+
+
+def out_of_space(folder):
+    """Fail as Adapter.write does on a full disk."""
+    raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
 
 class Learner:

@@ -315,6 +315,13 @@ def npy(array):
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+def aborted_at_once(reply, number=0):
+    """Return the reply of a server that shuts down before it has sampled a token."""
+    empty = {"token_ids": [], "logprobs": {"content": []}, "finish_reason": "abort"}
+    usage = reply["usage"] | {"completion_tokens": 0}
+    return edited(reply, **empty, routed_experts=None) | {"usage": usage}
+
+
 def edited(reply, **fields):
     """Return the reply with these fields of its choice replaced (None: left out)."""
     reply = json.loads(json.dumps(reply))

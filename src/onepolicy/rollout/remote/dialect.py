@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from transformers import PreTrainedConfig
 
@@ -25,6 +26,9 @@ from onepolicy.types import Completion, Sampling
 ENTRY_BYTES = 512  # of JSON for one token and its log-probability
 PATH_ID_BYTES = 16  # of JSON for a token of the prompt
 EXPERT_ID_BYTES = 4  # at most
+
+PlaceAdapter: TypeAlias = Callable[[], Awaitable[str]]
+"""Gives the server the files of an adapter. Returns their folder there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class Dialect(ABC):
     unload_adapter_path: ClassVar[str]
     names_weights: ClassVar[bool]
     """A reply names the weights that sampled each token."""
+    aborts_at_its_end: ClassVar[bool] = False
+    """It aborts all requests when it shuts down, so an abort may mean that it is lost."""
     adapters_are_files: ClassVar[bool] = False
     """An adapter travels as files whatever rollout.engine.sync is."""
     info: ServerInfo
@@ -138,6 +144,12 @@ class Dialect(ABC):
     @abstractmethod
     async def read_weights_id(self) -> str:
         """Return the name that the server's weights have now."""
+
+    async def confirm_weights(self) -> None:
+        """Raise EngineLost if the server has other weights than this run loaded last."""
+        found = await self.read_weights_id()
+        if found != self.weights_id:
+            raise self.other_weights(found)
 
     def other_weights(self, found: str) -> EngineLost:
         """Return the error for a server whose weights have another name."""
@@ -240,8 +252,8 @@ class Dialect(ABC):
         """Return the advice to start a server of the model at `path` for these adapters."""
 
     @abstractmethod
-    async def place_adapter(self, adapter: AdapterSource, version: int) -> str:
-        """Give the server the files of an adapter. Return their folder there."""
+    async def prepare_adapter(self, adapter: AdapterSource, version: int) -> PlaceAdapter:
+        """Read the adapter while the server still samples. Return the call that places it."""
 
     @abstractmethod
     async def load_adapter(self, name: str, folder: str, version: int) -> None: ...

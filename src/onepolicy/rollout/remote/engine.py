@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -30,6 +31,7 @@ from onepolicy.rollout.remote.client import EngineLost, RequestGate
 from onepolicy.rollout.remote.dialect import Dialect, ModelShape, Request
 from onepolicy.rollout.remote.dialects.sglang import SGLangDialect
 from onepolicy.rollout.remote.dialects.vllm import VLLMDialect
+from onepolicy.rollout.remote.replies import MalformedReply
 from onepolicy.rollout.remote.start_up import check_processed_logprobs
 from onepolicy.rollout.resume import join_partial_completions
 from onepolicy.rollout.spec import EngineSpec
@@ -97,6 +99,7 @@ class RemoteEngine:
             self._adapters = ServerAdapters(self.dialect, lora, model)
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
         self._aborts = self._resumed = 0
+        self._lost = ""  # why the last update did not begin, if the server was lost
         self._gate: RequestGate | None = None
 
     async def start(self, path: str) -> None:
@@ -145,10 +148,12 @@ class RemoteEngine:
         """Sample until a stop token or max_tokens.
 
         If the completion is interrupted, it is resumed from its tokens. Raises TrainingError if
-        somebody else aborts it more than rollout.engine.retries times.
+        somebody else aborts it more than rollout.engine.retries times, and EngineLost if a server
+        that aborts requests when it shuts down returns no token as often.
         """
         check_sampling(sampling)
         self.dialect.check_sampling(sampling, self.caps)
+        self._check_loaded()
         prompt = check_request(
             prompt_ids, sampling, self.caps, version=self.version, vocab=self.dialect.shape.vocab
         ).tolist()
@@ -191,14 +196,14 @@ class RemoteEngine:
         if not dialect.names_weights:
             confirm = self.confirm_weights
         async with self._request_gate().admit_request():
-            if self.version < 0:
-                raise RuntimeError(HALF_LOADED)
+            self._check_loaded()
+            aborts = self._aborts
             request = Request(path, rest, seed, first_row, self.version, self._adapter_name)
             try:
                 return await self.client.post(
                     dialect.generate_path,
                     dialect.body(request),
-                    parse=lambda reply: dialect.parse(reply, request),
+                    parse=lambda reply: self._parse(reply, request, aborts),
                     max_bytes=dialect.max_reply_bytes(request),
                     confirm=confirm,
                     tokens=rest.max_tokens,
@@ -210,6 +215,25 @@ class RemoteEngine:
                     return None
                 await self.confirm_weights()  # a restarted server does not know the adapter
                 raise
+
+    def _check_loaded(self) -> None:
+        """Raise an error if the last update failed: EngineLost if it found the server lost."""
+        if self.version < 0:
+            if self._lost:
+                raise EngineLost(self._lost)
+            raise RuntimeError(HALF_LOADED)
+
+    def _parse(self, reply: Any, request: Request, aborts: int) -> Completion:
+        """Return the tokens of a reply. aborts: updates that had aborted requests when it was sent.
+
+        Raises MalformedReply for no token, although no update came, from a server that may be
+        shutting down. The client then waits, asks again, and raises EngineLost in the end.
+        """
+        part = self.dialect.parse(reply, request)
+        ours = aborts != self._aborts
+        if self.dialect.aborts_at_its_end and not len(part.token_ids) and not ours:
+            raise MalformedReply("no token, and nothing of ours aborted the request")
+        return part
 
     @property
     def _adapter_name(self) -> str | None:
@@ -256,11 +280,14 @@ class RemoteEngine:
         return self._adapters is not None and self._adapters.lack_base
 
     async def load_adapter(self, adapter: AdapterSource, version: int) -> None:
-        """Load A and B of the adapter as `version` in place of the last one."""
+        """Load A and B of the adapter as `version` in place of the last one.
+
+        If the adapter cannot be read, the server and this engine stay as they were.
+        """
         assert self._adapters is not None
+        place = await self.dialect.prepare_adapter(adapter, version)
         async with self._update(version):
-            folder = await self.dialect.place_adapter(adapter, version)
-            await self._adapters.load(adapter.name, version, folder)
+            await self._adapters.load(adapter.name, version, await place())
 
     async def load_checkpoint(self, path: str | None, version: int) -> None:
         """Load a checkpoint that both processes can read.
@@ -278,9 +305,7 @@ class RemoteEngine:
 
     async def confirm_weights(self) -> None:
         """Raise EngineLost if the server has other weights than this run loaded last."""
-        found = await self.dialect.read_weights_id()
-        if found != self.dialect.weights_id:
-            raise self.dialect.other_weights(found)
+        await self.dialect.confirm_weights()
 
     async def answers(self) -> bool:
         """Return whether the server answers now. Does not retry."""
@@ -301,8 +326,13 @@ class RemoteEngine:
         gate = self._request_gate()
         gate.is_open.clear()
         self._aborts += self.dialect.aborts
+        self._lost = ""
         try:
-            await self.dialect.begin_update(gate)
+            try:
+                await self.dialect.begin_update(gate)
+            except EngineLost as error:
+                self._lost = str(error)  # for waiting requests: a fleet repeats them elsewhere
+                raise
             yield
             await self.dialect.end_update(version)
             self.version = version

@@ -14,7 +14,7 @@ from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.rollout.remote.engine import RemoteEngine
 from onepolicy.sync.push import push_weights
 from onepolicy.types import Sampling
-from support.adapter_learner import Adapter, Learner
+from support.adapter_learner import Adapter, Learner, out_of_space
 from support.fake_sglang import FakeSGLang
 from support.fake_sglang_adapters import TAKES_ADAPTERS
 from support.http_server import Reply
@@ -205,6 +205,19 @@ def test_sglangs_other_names_of_the_layers_are_known(fake):
     for layers in (["qkv_proj", "o_proj"], ["all"]):
         fake.info["lora_target_modules"] = layers
         connected(fake)
+
+
+def test_an_adapter_that_cannot_be_written_changes_nothing(fake, models, monkeypatch):
+    engine, learner = connected(fake), Learner(models[0][0])
+    push(learner, engine, 0, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(learner.adapter, "write", out_of_space)
+        with pytest.raises(OSError, match="No space left"):
+            push(learner, engine, 1, 2.0)
+    assert engine.version == 0
+    assert_sampled(one(engine), models[0][1], 0, 1.0)
+    push(learner, engine, 1, 2.0)
+    assert_sampled(one(engine), models[0][1], 1, 2.0)
 
 
 def test_an_adapter_that_the_server_does_not_load_is_an_error(fake, models):

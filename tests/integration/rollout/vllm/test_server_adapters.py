@@ -17,7 +17,7 @@ from onepolicy.rollout.remote.servers import ServerFleet
 from onepolicy.rollout.vllm.adapter import layer_names
 from onepolicy.sync.push import push_weights
 from onepolicy.types import Sampling
-from support.adapter_learner import A, Learner
+from support.adapter_learner import A, Learner, out_of_space
 from support.fake_vllm import (
     GENERATE,
     HF,
@@ -191,6 +191,25 @@ def test_an_adapter_that_the_server_does_not_load_is_an_error(lora_fake, checkpo
     with pytest.raises(TrainingError, match=r"load_lora_adapter.*rank 4 is too large"):
         push(Learner(checkpoints[0][1]), engine, 0, 0.0)
     assert engine.version == -1
+
+
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
+def test_an_adapter_that_cannot_be_read_changes_nothing(
+    lora_fake, checkpoints, tmp_path, monkeypatch, sync
+):
+    engine = connected(lora_fake, lora=LORA, sync=sync, sync_dir=str(tmp_path))
+    learner, model = Learner(checkpoints[0][1]), checkpoints[0][1]
+    push(learner, engine, 0, 1.0)
+    named = lora_fake.weights
+    with monkeypatch.context() as patch:
+        patch.setattr(learner.adapter, "write", out_of_space)
+        with pytest.raises(OSError, match="No space left"):
+            push(learner, engine, 1, 2.0)
+    assert (engine.version, lora_fake.weights) == (0, named)
+    assert not lora_fake.paused.is_set()
+    assert_sampled(one(engine), model, 0, 1.0)
+    push(learner, engine, 1, 2.0)
+    assert_sampled(one(engine), model, 1, 2.0)
 
 
 def restart(fake):

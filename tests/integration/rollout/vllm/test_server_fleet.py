@@ -11,7 +11,7 @@ from onepolicy.rollout.remote.addresses import server_urls
 from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.rollout.remote.servers import ServerFleet
 from onepolicy.types import Sampling
-from support.fake_vllm import HF, FakeVLLM, engine_of, model_shape
+from support.fake_vllm import GENERATE, HF, FakeVLLM, aborted_at_once, engine_of, model_shape
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=6)
 PROMPTS = [[i, i + 1, 3] for i in range(3, 13)]
@@ -92,6 +92,15 @@ def test_requests_of_a_lost_server_are_repeated_on_the_others(fakes, checkpoints
     load(fleet, checkpoints[1])  # without it
     asyncio.run(fleet.confirm_weights())
     assert fleet.take_metrics()["rollout/servers"] == 1
+
+
+def test_requests_of_a_server_that_shuts_down_are_repeated_on_the_others(fakes, checkpoints):
+    fleet = fleet_of(fakes, checkpoints)
+    fakes[1].spoil[GENERATE] = aborted_at_once
+    assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[0], 0)
+    metrics = fleet.take_metrics()
+    assert metrics["rollout/servers"] == 1
+    assert metrics["rollout/requests_repeated"] > 0
 
 
 def test_a_server_that_is_back_gets_weights_before_requests(fakes, checkpoints, caplog):

@@ -10,6 +10,7 @@ import torch
 from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.replay.checks import check_completion
+from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.rollout.remote.dialects.vllm_replies import resumed_seed
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync import broadcast
@@ -19,7 +20,16 @@ from onepolicy.sync.weight_files import read_weights
 from onepolicy.types import Sampling
 from support import fake_vllm
 from support.fake_learner import FakeLearner
-from support.fake_vllm import GENERATE, RULES, TABLE, VOCAB, connected, edited, one, routes_of
+from support.fake_vllm import (
+    GENERATE,
+    RULES,
+    TABLE,
+    VOCAB,
+    aborted_at_once,
+    connected,
+    one,
+    routes_of,
+)
 from support.http_server import Reply
 from support.waiting import until
 
@@ -96,7 +106,7 @@ def test_a_request_under_way_at_a_pause_is_not_left_waiting(fake, checkpoints):
     assert (asyncio.run(late()).version == 2).all()
 
 
-def test_requests_aborted_by_others_are_resumed_within_a_bound(fake):
+def test_requests_aborted_by_others_are_resumed(fake):
     engine = connected(fake)
     fake.hold, fake.sampled = 3, 0
 
@@ -110,11 +120,43 @@ def test_requests_aborted_by_others_are_resumed_within_a_bound(fake):
     done = asyncio.run(aborted())
     assert (len(done.token_ids), done.finish) == (80, "length")
     check_completion(done, [3], RULES, "sample")
-    empty = {"token_ids": [], "logprobs": {"content": []}, "finish_reason": "abort"}
-    fake.spoil[GENERATE] = lambda reply, _: (
-        edited(reply, **empty) | {"usage": {"prompt_tokens": 3, "completion_tokens": 0}}
-    )
-    with pytest.raises(TrainingError, match="somebody else aborted one of our requests 3 times"):
+
+
+def test_a_server_that_returns_no_token_is_asked_again_and_then_lost(fake):
+    engine = connected(fake)
+    good, left = one(engine), [aborted_at_once]
+    fake.spoil[GENERATE] = lambda reply, _: left.pop()(reply) if left else reply
+    assert torch.equal(one(engine).token_ids, good.token_ids)
+    assert engine.take_metrics()["rollout/requests_retried"] == 1
+    fake.spoil[GENERATE] = aborted_at_once
+    with pytest.raises(EngineLost, match=r"3 times; got .*no token, and nothing of ours aborted"):
+        one(engine)
+    assert engine.take_metrics()["rollout/requests_retried"] == 2
+
+
+def test_a_server_that_is_replaced_during_the_pause_gets_no_weights(fake, checkpoints):
+    engine = connected(fake)
+    load(engine, checkpoints[1], 1)
+    fake.hold, fake.sampled = 5, 0
+
+    def replace(reply, _):
+        fake.weights = "default"
+        return reply
+
+    fake.spoil["/pause"] = replace
+
+    async def replaced():
+        task = asyncio.create_task(engine.generate([3], Sampling(1.0, 20), seed=0))
+        await fake.sampling(5)
+        with pytest.raises(EngineLost, match="holds weights 'default', not this run's"):
+            await engine.load_weights(checkpoints[0][1].state_dict().items(), 2)
+        with pytest.raises(EngineLost, match="holds weights 'default'"):
+            await task  # it waited for the end of the update
+
+    asyncio.run(replaced())
+    assert fake.weights == "default"
+    assert holds(fake, checkpoints[1])
+    with pytest.raises(EngineLost, match="holds weights 'default'"):
         one(engine)
 
 

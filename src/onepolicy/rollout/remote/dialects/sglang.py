@@ -13,7 +13,7 @@ from onepolicy.config.lora import LoraConfig
 from onepolicy.errors import short_repr
 from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
 from onepolicy.rollout.remote.client import RequestGate
-from onepolicy.rollout.remote.dialect import Dialect, Request
+from onepolicy.rollout.remote.dialect import Dialect, PlaceAdapter, Request
 from onepolicy.rollout.remote.dialects import sglang_weights as sync
 from onepolicy.rollout.remote.dialects.sglang_adapters import layer_names, missing_layers
 from onepolicy.rollout.remote.dialects.sglang_handshake import ModelInfo, WeightsId, handshake
@@ -236,13 +236,17 @@ class SGLangDialect(Dialect):
             f"{' '.join(layers)}"
         )
 
-    async def place_adapter(self, adapter: AdapterSource, version: int) -> str:
+    async def prepare_adapter(self, adapter: AdapterSource, version: int) -> PlaceAdapter:
         assert self.files is not None
         self._loads += 1
         folder = self.files.folder / f"adapter_{self._loads}"
         folder.mkdir()
         adapter.write(folder)
-        return str(folder)
+
+        async def place() -> str:
+            return str(folder)  # the server reads it there
+
+        return place
 
     async def unload_adapter(self, name: str) -> None:
         await self.once.post(self.unload_adapter_path, {"lora_name": name}, parse=check_success)

@@ -18,7 +18,7 @@ from onepolicy.config.lora import LoraConfig
 from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
 from onepolicy.replay.payloads.vllm import RoutePayloadFormat
 from onepolicy.rollout.remote.client import EngineClient, RequestGate
-from onepolicy.rollout.remote.dialect import Dialect, Request
+from onepolicy.rollout.remote.dialect import Dialect, PlaceAdapter, Request
 from onepolicy.rollout.remote.dialects.vllm_handshake import handshake
 from onepolicy.rollout.remote.dialects.vllm_replies import (
     parse_reply,
@@ -81,6 +81,7 @@ class VLLMDialect(Dialect):
     server = "the vLLM server"
     generate_path = "/inference/v1/generate"
     names_weights = False
+    aborts_at_its_end = True
 
     config: VLLMServerConfig
     weights_id = ""
@@ -155,6 +156,7 @@ class VLLMDialect(Dialect):
                     await gate.all_done.wait()
             except TimeoutError:
                 await self.client.post("/abort_requests", {})
+        await self.confirm_weights()  # it may have been replaced meanwhile
         await self._name_weights(INCOMPLETE)
 
     async def end_update(self, version: int) -> None:
@@ -269,32 +271,39 @@ class VLLMDialect(Dialect):
     def start_with_adapters(self, path: str, rank: int, layers: list[str]) -> str:
         return f"start it with `onepolicy engine serve {path} lora_rank={rank}`"
 
-    async def place_adapter(self, adapter: AdapterSource, version: int) -> str:
-        """Send the adapter to the only worker, which writes it to a folder of its own.
+    async def prepare_adapter(self, adapter: AdapterSource, version: int) -> PlaceAdapter:
+        """Read the adapter, and write it to the folder of the weights if these travel as files.
 
-        Its tensors are in host memory, so gloo sends them where sync = nccl sends weights. Raises
+        The call sends it to the only worker, which writes it to a folder of its own. It raises
         TrainingError if the worker reads other bytes.
         """
         tensors, settings = _read_adapter(adapter)
         if self.files is None:
-            (report,) = await self._broadcast(
-                tensors.items(), version, "onepolicy_receive_adapter", settings, backend="gloo"
+            return partial(self._broadcast_adapter, tensors, settings, version)
+        folder, sums = await asyncio.to_thread(
+            write_weight_files, self.files, tensors.items(), version
+        )
+        return partial(self._load_adapter_files, folder, sums, settings, version)
+
+    async def _broadcast_adapter(
+        self, tensors: dict[str, Tensor], settings: str, version: int
+    ) -> str:
+        """Broadcast by gloo whatever rollout.engine.sync is: the tensors are in host memory."""
+        (report,) = await self._broadcast(
+            tensors.items(), version, "onepolicy_receive_adapter", settings, backend="gloo"
+        )
+        return _folder_of(report)
+
+    async def _load_adapter_files(
+        self, folder: Path, sums: ChecksumTable, settings: str, version: int
+    ) -> str:
+        (report,) = await self.call_workers("onepolicy_read_adapter", str(folder), sums, settings)
+        if report.difference is not None:
+            raise TrainingError(
+                f"rollout.engine.sync_dir: the adapter of version {version} in {folder}, as the "
+                f"vLLM server read it: {report.difference}"
             )
-        else:
-            folder, sums = await asyncio.to_thread(
-                write_weight_files, self.files, tensors.items(), version
-            )
-            (report,) = await self.call_workers(
-                "onepolicy_read_adapter", str(folder), sums, settings
-            )
-            if report.difference is not None:
-                raise TrainingError(
-                    f"rollout.engine.sync_dir: the adapter of version {version} in {folder}, as "
-                    f"the vLLM server read it: {report.difference}"
-                )
-        if not report.folder:
-            raise TrainingError("weight sync: the vLLM server did not say where it put the adapter")
-        return str(report.folder)
+        return _folder_of(report)
 
     async def unload_adapter(self, name: str) -> None:
         await self.once.post(self.unload_adapter_path, {"lora_name": name})
@@ -311,6 +320,13 @@ def _read_results(reply: Any, method: str, workers: int) -> list[Any]:
     if len(results) != workers:
         raise MalformedReply(f"results of {method}: {len(results)} of {workers} workers")
     return [REPORTS[method].read(result, f"a result of {method}") for result in results]
+
+
+def _folder_of(report: _AdapterRead | _AdapterReceived) -> str:
+    """Return the folder where the worker put the adapter."""
+    if not report.folder:
+        raise TrainingError("weight sync: the vLLM server did not say where it put the adapter")
+    return report.folder
 
 
 def write_weight_files(
