@@ -17,12 +17,13 @@ SECRET = re.compile(f"(?i){WORDS}")
 FREE = ("env", "params", "command")
 """Settings of a task that are somebody else's. Elsewhere a name such as `answer_key` is ours."""
 NAMED = re.compile(
-    rf"(?i)((?:{WORDS})[\w-]*[\"']?\s*[=:]\s*)([^;&}}\n]+)|(-[\w-]*(?:{WORDS})[\w-]*\s+)(\S+)"
+    rf"(?i)((?:{WORDS})[\w-]{{0,64}}[\"']?\s*[=:]\s*)([^;&}}\n]+)"
+    rf"|(-[\w-]{{0,64}}(?:{WORDS})[\w-]{{0,64}}\s+)(\S+)"
 )
 """A name and its value inside a text: `--api-key=VALUE`, `--api-key VALUE`, `Authorization: VALUE`,
 JSON, a query."""
-USER = re.compile(r"(?<=://)[^\s?#]+(?=@)")
-"""User and password in an address."""
+USER = re.compile(r"(?<=://)[^\s?#]{1,2000}(?=@)")
+"""User and password in an address. Bounds keep a stranger's long text from taking minutes."""
 
 
 def show_value(location: Sequence[int | str], value: Any, *, free: bool = False) -> str:

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save
 
 from onepolicy.config import UsageError
+from onepolicy.config.secrets import without_secrets
 from onepolicy.report.run import load_run
 from onepolicy.report.run_page import write_report
 from support.report_run import make_fixture_run, write_probe
@@ -123,6 +124,13 @@ def test_plotly_not_installed(copy, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     refused(copy, r"onepolicy\[report\].*log\.report=false")
     assert not list(copy.glob("report.html*"))
+
+
+@pytest.mark.parametrize("text", ["-", "key", "://", "-key ", "a"])
+def test_a_long_text_is_searched_in_one_pass(text):
+    """Unbounded names made it quadratic: these took minutes."""
+    settings = {"params": {"x": text * 200_000}}
+    assert len(without_secrets(settings)["params"]["x"]) > 100_000
 
 
 def test_a_key_of_a_tasks_settings_is_not_in_the_page(copy):
