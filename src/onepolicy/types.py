@@ -474,7 +474,8 @@ class TokenBatch:
     def slots_of(self, samples: list[int]) -> Tensor:
         """Return the slots [n] int64 of these samples, in this order."""
         bounds = self.cu_seqlens.tolist()
-        return torch.cat([torch.arange(bounds[s], bounds[s + 1]) for s in samples])
+        none = torch.arange(0)
+        return torch.cat([none, *(torch.arange(bounds[s], bounds[s + 1]) for s in samples)])
 
     def select(self, samples: list[int]) -> Self:
         """Return the batch of only these samples, in this order."""

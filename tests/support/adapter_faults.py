@@ -185,7 +185,6 @@ def _frozen(engine):
 @torch.no_grad()
 def update(learner):
     """Stand in for an optimiser step. On several ranks it is rank 0's adapter that is sent."""
-    learner = getattr(learner, "rank_0", learner)
     generator = torch.Generator().manual_seed(learner.version)
     for tensor in lora.adapter_tensors(learner.model).values():
         tensor += UPDATE * torch.randn(tensor.shape, generator=generator)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from onepolicy.build.learner import build_learner
-from onepolicy.build.sharded_learner import build_sharded_learner
+from onepolicy.build.sharded_learner import build_rank_learner
 from onepolicy.config import resolve
 from onepolicy.correct.reweight import reweight
 from onepolicy.launch.agent import environment, on_loopback, rank_variables
@@ -108,7 +108,7 @@ def learner_on(others, folder, overrides):
 def learner_of(config, model, others):
     if others is None:
         return build_learner(config, model)
-    return build_sharded_learner(config, model, others)
+    return build_rank_learner(config, model, others)
 
 
 def batch_for(learner):

@@ -45,15 +45,11 @@ ON_THE_HOST = {
     "train/pack.py:pack": "a step's batch is in host memory, micro-batches go to the device",
     "train/rescore.py:_ranks": SCORES,
     "train/scorer.py:compute_per_slot": SCORES,
-    "train/scorer.py:__init__": SCORES,
     "train/scorer.py:_add_rows": SCORES,
-    "train/scorer.py:_add_native": SCORES,
-    "train/scorer.py:_add_gate_mass": SCORES,
     "train/scorer.py:fill_batch": SCORES,
     "train/shared_prompts.py:share_prompts": "micro-batches of a step in host memory",
     "train/sharded/export.py:_read_weights": "weights go from file to file",
     "train/sharded/fsdp.py:_copy_from_rank_0": "sent to the device in the next line",
-    "train/sharded/learner.py:merge_scores": SCORES,
 }
 """file:function -> why its tensors are in host memory on purpose."""
 

@@ -64,10 +64,8 @@ from onepolicy.types import Sampling
 
 if TYPE_CHECKING:
     from onepolicy.envs.multiturn.episode import PathOptions
-    from onepolicy.train.learner import LocalLearner
     from onepolicy.train.reprefill import Reprefill
     from onepolicy.train.scorer import PolicyScorer
-    from onepolicy.train.sharded.learner import ShardedLearner, ShardedScorer
     from onepolicy.train.sharded.ranks import Ranks
 
 
@@ -182,11 +180,11 @@ def build_components(
     refuse_distributed(config, ranks, engine_builder)
     check_quant_support(config)
     if ranks is None:
-        learner: LocalLearner | ShardedLearner = build_learner(config, model)
+        learner = build_learner(config, model)
     else:
-        from onepolicy.build.sharded_learner import build_sharded_learner
+        from onepolicy.build.sharded_learner import build_rank_learner
 
-        learner = build_sharded_learner(config, model, ranks)
+        learner = build_rank_learner(config, model, ranks)
     scorer = learner.scorer
     build_sampler = engine_builder or build_engine
     engine, route_spec = build_engine_for(
@@ -230,7 +228,7 @@ def with_sampling(
     tokenizer: PreTrainedTokenizerBase,
     engine: RolloutEngine,
     route_spec: RouteSpec | None,
-    scorer: PolicyScorer | ShardedScorer,
+    scorer: PolicyScorer,
 ) -> C:
     """Call `make` with the fields of SamplingComponents."""
     top_logprobs = config.correction.top_logprobs(scorer.vocab_size)
@@ -290,7 +288,7 @@ def build_engine_for(
     config: RunConfig,
     model: ModelConfig,
     max_len: int,
-    scorer: PolicyScorer | ShardedScorer,
+    scorer: PolicyScorer,
     build: BuildEngine,
     *,
     trains: bool,

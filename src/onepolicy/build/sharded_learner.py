@@ -1,4 +1,4 @@
-"""The learner of a run on several ranks, and one rank's part of it."""
+"""The learner of a run on several ranks."""
 
 from __future__ import annotations
 
@@ -19,26 +19,21 @@ from onepolicy.models.empty import empty_model
 from onepolicy.models.load import DTYPES
 from onepolicy.sync.adapters import add_adapter
 from onepolicy.train.sharded.fsdp import FSDPSharding
-from onepolicy.train.sharded.learner import ShardedLearner
 from onepolicy.train.sharded.rank import RankLearner, RankScorer
 from onepolicy.train.sharded.ranks import Ranks
-from onepolicy.train.sharded.wire import Message
 from onepolicy.train.update_parts import UpdatePart
 
-
-def build_sharded_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> ShardedLearner:
-    """Build the learner on all ranks. This process is rank 0."""
-    assert ranks.rank == 0, "another rank calls build_rank_learner"
-    build = {"do": "build", "config": config.model_dump_json(), "model": model.model_dump_json()}
-    ranks.broadcast(Message(build))
-    with ranks.attribute_failures():  # all ranks check their forward together
-        rank_learner = build_rank_learner(config, model, ranks)
-        ranks.recv()
-    return ShardedLearner(rank_learner, ranks)
+BUILD = "build"  # name of the call
 
 
 def build_rank_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> RankLearner:
-    """Build this rank's part of a sharded learner."""
+    """Build the learner on all ranks. Every rank has one, with its shards."""
+    settings, of_model = config.model_dump_json(), model.model_dump_json()
+    with ranks.everywhere(BUILD, config=settings, model=of_model):
+        return _build(config, model, ranks)
+
+
+def _build(config: RunConfig, model: ModelConfig, ranks: Ranks) -> RankLearner:
     torch.manual_seed(config.seed)
     set_num_threads(config)
     sharding = FSDPSharding(ranks.mesh, _compute_dtype(config))
@@ -46,7 +41,7 @@ def build_rank_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> R
     if config.train.lora is not None:
         add_adapter(trained, config.train.lora, model.path, config.seed)
     install_chunks(trained, config)
-    scorer = RankScorer(trained, config, routers=routers_of(trained, model))
+    scorer = RankScorer(trained, config, routers=routers_of(trained, model), ranks=ranks)
     like = empty_model(model)
     like.generation_config = trained.generation_config
     parts: list[UpdatePart] = []

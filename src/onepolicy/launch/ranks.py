@@ -1,7 +1,7 @@
 """The processes of a learner on several ranks, from the moment they are started.
 
 Torchrun, `launch/agent.py` and Ray start them. All of them join one process group. Rank 0 then runs
-the command; the others do what rank 0 asks for, until the run ends.
+the command; the others make the calls that it announces, until the run ends.
 """
 
 from __future__ import annotations
@@ -23,28 +23,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import TypedDict
 
 from onepolicy import __version__
-from onepolicy.build.sharded_learner import build_rank_learner
+from onepolicy.build.sharded_learner import BUILD, build_rank_learner
 from onepolicy.config import ModelConfig, RunConfig, TrainingError, UsageError
-from onepolicy.console import print_error
 from onepolicy.launch.agent import RENDEZVOUS_ENV
 from onepolicy.models.load import parse_device
 from onepolicy.sync.group import join_store
 from onepolicy.sync.messages import validate_message
 from onepolicy.train.sharded.rank import RankLearner
-from onepolicy.train.sharded.ranks import (
-    GRACE_S,
-    RankLost,
-    Ranks,
-    error_key,
-    process_key,
-)
-from onepolicy.train.sharded.wire import Message
+from onepolicy.train.sharded.ranks import POLL_S, Call, RankLost, Ranks, process_key
 
 TORCHRUN_RENDEZVOUS = "env://"
 SETTINGS_KEY = "settings"  # in the ranks' store, written by rank 0
 JOIN_TIMEOUT_S = 300.0
 """Seconds until rank 0 has left its settings; later waits: train.rank_timeout."""
-POLL_S = 0.05
 REPORTED_ERRORS = (UsageError, TrainingError, RuntimeError, OSError)
 """Errors that a rank reports before it ends: our own, a failed collective, a full disk."""
 
@@ -97,8 +88,13 @@ class RankInfo:
         torch.cuda.set_device(device)
         return device
 
-    def join(self, store: dist.Store, settings: RankSettings) -> Ranks:
-        """Join the other ranks. Tensors in host memory use gloo."""
+    def join(
+        self,
+        store: dist.Store,
+        settings: RankSettings,
+        check_alive: Callable[[], None] = lambda: None,
+    ) -> Ranks:
+        """Join the other ranks. Tensors in host memory use gloo. check_alive: of LaunchedRanks."""
         device = self.select_device(settings["device"])
         store.set(process_key(self.rank), _this_process())
         backend = "cpu:gloo,cuda:nccl"
@@ -112,7 +108,7 @@ class RankInfo:
             timeout=timedelta(seconds=settings["limit"]),
         )
         mesh = init_device_mesh(device.type, (self.world_size,))
-        return Ranks(mesh, device, store, limit=settings["limit"])
+        return Ranks(mesh, device, store, limit=settings["limit"], check_alive=check_alive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +138,11 @@ def joined_ranks(config: RunConfig, launch: LaunchRanks | None = None) -> Iterat
         }
         launched.store.set(SETTINGS_KEY, json.dumps(settings))
         _await_ranks(launched, limit)
-        ranks = launched.rank_info.join(launched.store, settings)
+        ranks = launched.rank_info.join(launched.store, settings, launched.check_alive)
         try:
             yield ranks
-            ranks.broadcast(Message({"do": "stop"}))
-        except BaseException:
-            ranks.close(failed=True)
-            raise
-        ranks.close()
+        finally:
+            ranks.end()
 
 
 def _await_ranks(launched: LaunchedRanks, limit: float) -> None:
@@ -191,7 +184,8 @@ def run_launched_rank() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank_info = RankInfo.from_environment()
     assert rank_info is not None
-    return run_rank(rank_info, open_rendezvous(rank_info, JOIN_TIMEOUT_S))
+    run_rank(rank_info, open_rendezvous(rank_info, JOIN_TIMEOUT_S))
+    return 0
 
 
 def run_placed_rank(rank: int, world_size: int, store: tuple[str, int]) -> None:
@@ -199,15 +193,14 @@ def run_placed_rank(rank: int, world_size: int, store: tuple[str, int]) -> None:
     run_rank(RankInfo(rank, world_size, 0), join_store(*store, JOIN_TIMEOUT_S))
 
 
-def run_rank(rank_info: RankInfo, store: dist.Store) -> int:
-    """Join the other ranks, then do what rank 0 asks for. Return an exit status.
+def run_rank(rank_info: RankInfo, store: dist.Store) -> None:
+    """Join the other ranks, then make the calls of rank 0 until the run ends.
 
-    An error that all ranks have, or that follows from a lost rank, is reported by rank 0, which
-    then ends this process.
+    Raises UsageError or TrainingError, which name this rank, for an error that rank 0 does not
+    have.
     """
     text = store.get(SETTINGS_KEY).decode()
     settings = validate_message(RankSettings, json.loads(text), "the ranks' settings")
-    ranks: Ranks | None = None
     try:
         if settings["release"] != __version__:
             raise UsageError(
@@ -215,44 +208,33 @@ def run_rank(rank_info: RankInfo, store: dist.Store) -> int:
                 f"{settings['release']}; install the same release on every machine"
             )
         ranks = rank_info.join(store, settings)
-        _serve(ranks)
-        ranks.close()
+        try:
+            _repeat_calls(ranks)
+        finally:
+            ranks.end()
     except REPORTED_ERRORS as error:
-        time.sleep(GRACE_S)
-        if ranks is None or not ranks.lost.is_set():
-            store.set(error_key(rank_info.rank), str(error))
-            name = f"rank {rank_info.rank} ({_this_process()})"
-            print_error(f"{name}: {error}")
-        os._exit(_status_of(error))  # at once: the thread of `ranks` still waits for rank 0
-    return 0
+        text = f"rank {rank_info.rank} ({_this_process()}): {error}"
+        if isinstance(error, UsageError):
+            raise UsageError(text) from error
+        raise TrainingError(text) from error
 
 
 def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def _status_of(error: Exception) -> int:
-    if isinstance(error, UsageError):
-        return 2
-    return 1
-
-
-def _serve(ranks: Ranks) -> None:
+def _repeat_calls(ranks: Ranks) -> None:
     learner: RankLearner | None = None
-    while True:
-        message = ranks.next_message()
-        command = message.header.get("do")
-        if command == "stop":
-            return
-        if command == "build":
-            learner = _build_learner(message, ranks)
-            ranks.answer(Message({}))
-        else:
-            assert learner is not None
-            ranks.answer(learner.handle(message))
+    while (call := ranks.next_call()) is not None:
+        with ranks.repeating():
+            if call.name == BUILD:
+                learner = _build_learner(call, ranks)
+            else:
+                assert learner is not None
+                learner.repeat(call)
 
 
-def _build_learner(message: Message, ranks: Ranks) -> RankLearner:
-    config = RunConfig.model_validate_json(message.header["config"])
-    model = ModelConfig.model_validate_json(message.header["model"])
+def _build_learner(call: Call, ranks: Ranks) -> RankLearner:
+    config = RunConfig.model_validate_json(call.arguments["config"])
+    model = ModelConfig.model_validate_json(call.arguments["model"])
     return build_rank_learner(config, model, ranks)

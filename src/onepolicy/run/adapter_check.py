@@ -36,7 +36,6 @@ from onepolicy.types import Completion, Sampling
 
 if TYPE_CHECKING:
     from onepolicy.train.learner import LocalLearner
-    from onepolicy.train.sharded.learner import ShardedLearner
 
 TOP = 64
 """Likeliest tokens after each prompt that are compared."""
@@ -54,7 +53,7 @@ class AdapterCheck:
     little more than rounding."""
 
     def __init__(self, components: Components, note: Callable[[str], None]) -> None:
-        learner = cast("LocalLearner | ShardedLearner", components.learner)
+        learner = cast("LocalLearner", components.learner)
         settings = components.config.train.lora
         assert settings is not None
         assert learner.adapter is not None
@@ -339,7 +338,7 @@ def _equal(held: Tensor, sent: Tensor) -> bool:
 
 async def check_adapter(components: Components) -> dict[str, float]:
     """Check the engine's adapter after a sync. Return what was measured."""
-    adapter = cast("LocalLearner | ShardedLearner", components.learner).adapter
+    adapter = cast("LocalLearner", components.learner).adapter
     assert adapter is not None
     assert isinstance(adapter.check, AdapterCheck), "the start of a run makes it"
     return await adapter.check.after_push()

@@ -27,7 +27,8 @@ from onepolicy.train.forward import LOGP, Scored, forward, tempered_logits
 from onepolicy.train.pack import Batcher
 from onepolicy.types import RoutingTrace, TokenBatch, index_ids
 
-TOP_FIELDS = ("top_logp_old", "trainer_top_ids", "trainer_top_logp")  # of a TokenBatch
+NATIVE = "routing_native"  # fields of a TokenBatch
+TOP_FIELDS = ("top_logp_old", "trainer_top_ids", "trainer_top_logp")
 KeepGraph = Callable[[list[int], Scored, RouteRecorder | ReplayHandle | None], None]
 
 
@@ -110,6 +111,10 @@ class PolicyScorer:
         for samples in self.batcher.micro_batches(batch):
             graph = keep_graph if samples in updated else None
             self.score_into(buffer, samples, replay=replay, keep_graph=graph)
+        return self.fill_batch(buffer)
+
+    def fill_batch(self, buffer: ScoreBuffer) -> TokenBatch:
+        """Return the buffer's batch with everything that its forwards have filled."""
         return buffer.fill_batch(self.routers)
 
     def score_into(
@@ -194,7 +199,8 @@ class PolicyScorer:
         found = torch.zeros(batch.num_slots)
         for samples in self.batcher.micro_batches(batch):
             micro = self.batcher.micro_batch(batch, samples)
-            found[batch.slots_of(samples)] = values(micro).cpu()
+            slots = batch.slots_of(samples)
+            found[slots] = values(micro).cpu()[: len(slots)]
         return found
 
     @torch.no_grad()
@@ -215,67 +221,46 @@ class ScoreBuffer:
     def __init__(self, batch: TokenBatch) -> None:
         self.batch = batch
         self.samples: set[int] = set()  # that have been added
-        self.logp, self.entropy = torch.zeros(batch.num_slots), torch.zeros(batch.num_slots)
-        self.rows: dict[str, Tensor] = {}  # of other fields of the batch that a forward fills
-        self.native: Tensor | None = None  # [T, L, K], experts that the trainer would choose
-        self.gate_mass: Tensor | None = None  # [T, L], of the replayed experts
+        self.rows: dict[str, Tensor] = {}
+        """[T, ...] fields of the batch that forwards fill; of NATIVE the ids. 0 until added."""
 
     def add_scores(
         self, samples: list[int], scored: Scored, handle: RouteRecorder | ReplayHandle | None
     ) -> None:
-        """Add the scores of the micro-batch of these samples.
+        """Add the scores of the micro-batch of these samples. Without samples, add nothing.
 
         handle: recorded the routes of its forward.
         """
         self.samples.update(samples)
-        slots = self.batch.slots_of(samples)
-        self.logp[slots] = scored.logp.detach().cpu()
-        entropy = scored.entropy
+        found: dict[str, Tensor | None] = {"logp_old": scored.logp, "entropy": scored.entropy}
         if scored.entropy_support is not None:
-            entropy = scored.entropy_support
-            self._add_rows("entropy_vocabulary", slots, scored.entropy)
-            self._add_rows("displaced", slots, scored.displaced)
-        self.entropy[slots] = entropy.detach().cpu()
+            found["entropy"] = scored.entropy_support
+            found |= {"entropy_vocabulary": scored.entropy, "displaced": scored.displaced}
         if scored.top is not None and scored.trainer_top is not None:
-            fields = zip(TOP_FIELDS, (scored.top, *scored.trainer_top), strict=True)
-            for name, rows in fields:
-                self._add_rows(name, slots, rows)
+            found |= zip(TOP_FIELDS, (scored.top, *scored.trainer_top), strict=True)
         computed = slice(None) if scored.row_of is None else scored.row_of.cpu()
         if isinstance(handle, ReplayHandle):
-            self._add_native(slots, index_ids(handle.native().ids.cpu(), computed))
-            self._add_gate_mass(slots, handle.gate_mass().cpu()[computed])
+            found[NATIVE] = index_ids(handle.native().ids.cpu(), computed)
+            found["gate_mass"] = handle.gate_mass().cpu()[computed]
         elif handle is not None:
-            self._add_native(slots, index_ids(handle.trace().ids.cpu(), computed))
+            found[NATIVE] = index_ids(handle.trace().ids.cpu(), computed)
+        slots = self.batch.slots_of(samples)
+        for name, rows in found.items():
+            if rows is not None:
+                self._add_rows(name, slots, rows.detach().cpu()[: len(slots)])
 
-    def _add_rows(self, name: str, slots: Tensor, rows: Tensor | None) -> None:
-        if rows is None:
-            return
+    def _add_rows(self, name: str, slots: Tensor, rows: Tensor) -> None:
         if name not in self.rows:
             shape = self.batch.num_slots, *rows.shape[1:]
             self.rows[name] = torch.zeros(shape, dtype=rows.dtype)
-        self.rows[name][slots] = rows.detach().cpu()
-
-    def _add_native(self, slots: Tensor, ids: Tensor) -> None:
-        if self.native is None:
-            self.native = torch.empty(self.batch.num_slots, *ids.shape[1:], dtype=ids.dtype)
-        self.native[slots] = ids
-
-    def _add_gate_mass(self, slots: Tensor, mass: Tensor) -> None:
-        if self.gate_mass is None:
-            self.gate_mass = torch.empty(self.batch.num_slots, mass.shape[1])
-        self.gate_mass[slots] = mass
+        self.rows[name][slots] = rows
 
     def fill_batch(self, routers: Routers | None) -> TokenBatch:
         """Return the batch with everything that forwards fill."""
-        trace = None
-        if self.native is not None and routers is not None:
-            valid = torch.ones(len(self.native), dtype=torch.bool)
-            trace = RoutingTrace(self.native, valid, routers.layers, routers.num_experts)
-        return self.batch.replace(
-            logp_old=self.logp,
-            entropy=self.entropy,
-            routing_native=trace,
-            routers_differing=None,  # until the routes are checked
-            gate_mass=self.gate_mass,
-            **self.rows,
-        )
+        # of an earlier scoring: gate_mass is of replay, and nobody has checked these routes yet
+        fields: dict[str, Any] = {"gate_mass": None, "routers_differing": None} | self.rows
+        native, trace = fields.pop(NATIVE, None), None
+        if native is not None and routers is not None:
+            valid = torch.ones(len(native), dtype=torch.bool)
+            trace = RoutingTrace(native, valid, routers.layers, routers.num_experts)
+        return self.batch.replace(routing_native=trace, **fields)

@@ -117,7 +117,7 @@ class BypassScoring(ScoringFirst):
         yield
         self._score_the_rest(buffer)
         self._buffer = None
-        scored = self.scorer.check_scored(buffer.fill_batch(self.scorer.routers))
+        scored = self.scorer.check_scored(self.scorer.fill_batch(buffer))
         if self.require is not None:
             self.require(scored)
         measured.scored = scored

@@ -128,7 +128,7 @@ def test_a_stopped_rank_ends_the_run_in_time(recipe, whole_on_ranks, tmp_path):
         if not gone(rank):
             os.kill(rank, signal.SIGKILL)
     fault.ended()
-    assert re.search(r"onepolicy: .*rank 1 \(process \d+ on .*\) has been silent for", errors)
+    assert re.search(r"onepolicy: .*no answer from rank 1 \(process \d+ on .*\), which", errors)
     fault.resumed()
     assert_complete(out, 6)
     assert_same_run(whole_on_ranks, out, 6)

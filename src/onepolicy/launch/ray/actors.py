@@ -227,9 +227,7 @@ def _check_ranks_alive(running: list[Any]) -> None:
             try:
                 ray.get(reference)
             except (RayTaskError, RayActorError) as error:
-                raise RankLost(
-                    f"rank {rank} ended before it had joined: {_last_line(error)}"
-                ) from None
+                raise RankLost(f"rank {rank} has ended: {_last_line(error)}") from None
 
 
 def _last_line(error: Exception) -> str:

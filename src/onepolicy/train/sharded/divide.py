@@ -12,20 +12,6 @@ from onepolicy.types import RoutingTrace, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
-class RankBatch:
-    """One rank's samples of a batch.
-
-    Every rank has the same number of rounds, because FSDP2 gathers parameters on all ranks at once.
-    A rank without samples in a round computes a dummy sample.
-    """
-
-    samples: list[int]  # indices into the whole batch, in this order
-    # micro-batches: indices into `batch`; the index one past `samples` is the dummy sample
-    rounds: list[list[int]]
-    batch: TokenBatch  # the samples, then the dummy sample if there is one
-
-
-@dataclass(frozen=True, slots=True)
 class Sizes:
     """Slots of a batch's samples, and how many of them siblings share."""
 
@@ -36,7 +22,7 @@ class Sizes:
 
     @classmethod
     def of(cls, batch: TokenBatch, *, share: bool) -> Sizes:
-        """Return the sizes of a batch's samples. share: see `divide_batch`."""
+        """Return the sizes of a batch's samples. share: see `assign_micro_batches`."""
         prefixes = [0] * batch.num_samples
         if share:
             # without the trainer's own routes, which an update knows and its scoring did not:
@@ -59,27 +45,18 @@ class Sizes:
         return rows
 
 
-def divide_batch(
-    batch: TokenBatch, budget: int, ranks: int, *, share: bool = False
-) -> list[RankBatch]:
-    """Divide the batch over the ranks.
-
-    There are as few rounds as `budget` slots per micro-batch allow. In each round the ranks have
-    about the same number of slots. A dummy sample has no trainable slot and no route. share:
-    forwards compute the common prefix of siblings once, so siblings stay together where it pays.
-    """
-    assignment = assign_micro_batches(batch, budget, ranks, share=share)
-    return [_rank_batch(batch, rounds) for rounds in assignment]
-
-
 def assign_micro_batches(
     batch: TokenBatch, budget: int, ranks: int, *, share: bool = False
 ) -> list[list[list[int]]]:
     """Return [ranks][rounds]: the sample indices of each micro-batch.
 
-    It is [] where a rank has no samples in a round. For one rank without `share` it is the same as
-    `micro_batches`. With `share` there are several divisions: single samples, and groups in 1, 2,
-    4, ... pieces. The ranks get the one whose slowest ranks compute the fewest rows.
+    There are as few rounds as `budget` slots per micro-batch allow. In each the ranks have about
+    the same number of slots; a rank without samples has []. For one rank without `share` it is the
+    same as `micro_batches`.
+
+    share: forwards compute the common prefix of siblings once, so siblings stay together where it
+    pays. There are then several divisions: single samples, and groups in 1, 2, 4, ... pieces. The
+    ranks get the one whose slowest ranks compute the fewest rows.
     """
     sizes = Sizes.of(batch, share=share)
     singles = [[sample] for sample in range(batch.num_samples)]
@@ -149,38 +126,24 @@ def _balance(
     return [sorted(samples) for samples in bins]
 
 
-def _rank_batch(batch: TokenBatch, assigned: list[list[int]]) -> RankBatch:
-    """Return the batch of one rank. assigned: the samples of each round."""
-    samples = [sample for of_round in assigned for sample in of_round]
-    index = {sample: i for i, sample in enumerate(samples)}
-    dummy = [len(samples)]
-    rounds = [[index[s] for s in of_round] or dummy for of_round in assigned]
-    if all(assigned):
-        return RankBatch(samples, rounds, batch.select(samples))
-    shortest = int(batch.cu_seqlens.diff().argmin())
-    return RankBatch(samples, rounds, _make_last_dummy(batch.select([*samples, shortest])))
-
-
-def _make_last_dummy(batch: TokenBatch) -> TokenBatch:
-    """Remove the last sample's trainable slots, routes and loss weights."""
-    real = batch.segment < batch.num_samples - 1
-    changed: dict[str, object] = {"trainable": batch.trainable & real}
-    if batch.keep is not None:
-        changed["keep"] = batch.keep & real
-    if batch.loss_weight is not None:
-        changed["loss_weight"] = torch.where(real, batch.loss_weight, 0.0)
+def idle_batch(batch: TokenBatch) -> TokenBatch:
+    """Return the shortest sample, without trainable slots, routes and loss weights."""
+    idle = batch.select([int(batch.cu_seqlens.diff().argmin())])
+    changed: dict[str, object] = {"trainable": torch.zeros_like(idle.trainable)}
+    for name in ("keep", "loss_weight"):
+        value = getattr(idle, name)
+        if value is not None:
+            changed[name] = torch.zeros_like(value)
     for name in ("routing", "routing_native"):
-        trace = getattr(batch, name)
+        trace = getattr(idle, name)
         if trace is not None:
-            changed[name] = _keep_rows(trace, real)
-    return batch.replace(**changed)
+            changed[name] = _without_routes(trace)
+    return idle.replace(**changed)
 
 
-def _keep_rows(trace: RoutingTrace, kept: torch.Tensor) -> RoutingTrace:
-    """Return the trace with only the rows of `kept` [T] bool valid."""
-    rows = kept[:, None, None]
+def _without_routes(trace: RoutingTrace) -> RoutingTrace:
     weights = None
     if trace.weights is not None:
-        weights = trace.weights * rows
-    ids = (trace.ids.int() * rows).to(trace.ids.dtype)
-    return RoutingTrace(ids, trace.valid & kept, trace.layers, trace.num_experts, (), weights)
+        weights = torch.zeros_like(trace.weights)
+    ids, valid = torch.zeros_like(trace.ids), torch.zeros_like(trace.valid)
+    return RoutingTrace(ids, valid, trace.layers, trace.num_experts, (), weights)

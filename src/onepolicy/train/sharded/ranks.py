@@ -1,43 +1,32 @@
-"""The ranks of a run: messages between rank 0 and the others over gloo, and their signs of life.
+"""The ranks of a run, as each of them sees the others.
 
-Rank 0 samples and holds the log. It sends every rank its own samples and receives what they found.
-The agent that started the ranks ends all of them when one dies. The signs of life find what it
-does not see: a rank that stands still, and a rank or a network on another machine.
+Rank 0 samples and holds the log. Whatever takes all ranks it announces to them with its batch, and
+all make the same call (`Ranks.everywhere`). The agent that started the ranks ends all of them when
+one dies. A rank that stands still is noticed by the time limit of the process group.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from onepolicy.config import TrainingError
-from onepolicy.console import print_text
-from onepolicy.train.sharded.wire import Message
+from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
+from onepolicy.types import TokenBatch
 
-BEAT_S = 1.0
-"""Seconds between two signs of life."""
 GRACE_S = 3.0
-"""Seconds until a rank reports an error that may follow from another rank's."""
+"""Seconds until a failure is reported: whoever started the ranks knows a death first."""
+POLL_S = 0.05
 UNLIMITED = timedelta(days=365)
-"""Timeout of a wait for rank 0. It ends when a sign of life is missing."""
-RESUME = "`--resume` continues after the last checkpoint"
-
-
-class Beat(IntEnum):
-    """The sign of life of rank 0."""
-
-    END = 0  # the run has ended
-    GO_ON = 1
-    FAILED = 2  # rank 0 reports an error and ends
+"""Timeout of the wait for rank 0's next call. It ends when rank 0 does."""
 
 
 class RankLost(TrainingError):
@@ -49,160 +38,177 @@ def process_key(rank: int) -> str:
     return f"process/{rank}"
 
 
-def error_key(rank: int) -> str:
-    """Return the key under which a rank leaves its error before it ends."""
-    return f"error/{rank}"
+class Call(NamedTuple):
+    """A call that all ranks make."""
 
-
-def rank_name(rank: int, store: dist.Store) -> str:
-    """Return a rank's number, process and host, for errors."""
-    return f"rank {rank} ({store.get(process_key(rank)).decode()})"
+    name: str
+    batch: TokenBatch | None
+    arguments: dict[str, Any]  # JSON
 
 
 class Ranks:
-    """The ranks of a run, as one of them sees the others. The default process group joins them."""
+    """The ranks of a run. The default process group joins them."""
 
     def __init__(
-        self, mesh: DeviceMesh, device: torch.device, store: dist.Store, *, limit: float
+        self,
+        mesh: DeviceMesh,
+        device: torch.device,
+        store: dist.Store,
+        *,
+        limit: float,
+        check_alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin the signs of life. Every rank must call this at the same time.
+        """Every rank must call this at the same time.
 
         device: of this process. store: shared by all ranks; has the key `process_key` of each.
-        limit: seconds that a rank may be silent.
+        limit: seconds that a collective may take. check_alive: raises RankLost if a rank has ended.
         """
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.mesh, self.device, self.limit = mesh, device, limit
-        self.lost = threading.Event()  # set if a sign of life is missing
-        self._store = store
-        self._beats = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit))
-        self._next_beat = threading.Event()  # set to end the beats
-        self._last_beat = Beat.END
-        self._awaited, self._since = 0, time.monotonic()
-        self._thread = threading.Thread(target=self._beat, daemon=True, name="onepolicy-ranks")
-        self._thread.start()
-        self._calls = dist.new_group(backend="gloo", timeout=UNLIMITED)
+        self.mesh, self.device = mesh, device
+        self.held: TokenBatch | None = None  # the fields of a batch that every rank has
+        self._store, self._limit, self._check_alive = store, limit, check_alive
+        timeout = UNLIMITED if self.rank else timedelta(seconds=limit)
+        self._calls = dist.new_group(backend="gloo", timeout=timeout)
+        self._count = 0  # calls so far
+        self._in_call = self.rank > 0  # what it calls then is a part of the call
 
-    # --- messages ---------------------------------------------------------------------------------
-
-    def send(self, messages: Sequence[Message]) -> None:
-        """Send messages[i] to rank i + 1."""
-        with self.attribute_failures():
-            for rank, message in enumerate(messages, start=1):
-                self._send(message, rank, self._calls)
-
-    def broadcast(self, message: Message) -> None:
-        """Send the same message to every other rank."""
-        self.send([message] * (self.world_size - 1))
-
-    def recv(self) -> list[Message]:
-        """Return one answer of each other rank, in their order."""
-        with self.attribute_failures():
-            return [self._receive(rank, None) for rank in range(1, self.world_size)]
-
-    def next_message(self) -> Message:
-        """Return the next message of rank 0, however long it samples."""
-        return self._receive(0, self._calls)
-
-    def answer(self, message: Message) -> None:
-        """Send a message to rank 0."""
-        self._send(message, 0, None)
-
-    def _send(self, message: Message, rank: int, group: dist.ProcessGroup | None) -> None:
-        data = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8)
-        dist.send(torch.tensor([len(data)], device="cpu"), rank, group=group)
-        dist.send(data, rank)
-
-    def _receive(self, rank: int, group: dist.ProcessGroup | None) -> Message:
-        """Return the next message of a rank. group: decides the timeout of its first bytes."""
-        size = torch.zeros(1, dtype=torch.int64, device="cpu")
-        dist.recv(size, rank, group=group)
-        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        dist.recv(data, rank)
-        return Message.decode(data.numpy().tobytes(), f"rank {rank}")
+    # --- calls ------------------------------------------------------------------------------------
 
     @contextmanager
-    def attribute_failures(self) -> Iterator[None]:
-        """Name the rank that is lost if a collective in this context fails because of it."""
+    def everywhere(
+        self, name: str, batch: TokenBatch | None = None, **arguments: Any
+    ) -> Iterator[None]:
+        """Let every other rank make the same call at the same time as rank 0.
+
+        Raises TrainingError, which names the ranks that do not answer, if a collective fails.
+        """
+        if self._in_call:
+            yield
+            return
+        self._in_call = True
+        try:
+            self._announce(Call(name, batch, arguments))
+            yield
+        except Exception as error:
+            self._explain(error, self._unaffected(range(1, self.world_size)))
+            raise
+        finally:
+            self._in_call = False
+
+    def next_call(self) -> Call | None:
+        """Wait for rank 0's next call. Return None if there is none: the run has ended."""
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
+        with suppress(RuntimeError):  # rank 0 has gone; whoever started it says why
+            dist.broadcast(size, 0, group=self._calls)
+        if not size:
+            return None
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        dist.broadcast(data, 0)
+        message = Message.decode(data.numpy().tobytes(), "rank 0")
+        self._count += 1
+        name, arguments = message.header["call"], message.header["arguments"]
+        if "kept" in message.header:  # it has a batch
+            self.held = batch_from_message(message, self.held)
+            return Call(name, self.held, arguments)
+        return Call(name, None, arguments)
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Return a context for a call of rank 0 on another rank.
+
+        An error that rank 0 has too is left to it. Raises TrainingError as `everywhere`.
+        """
         try:
             yield
-        except TrainingError:
-            raise
-        except RuntimeError as error:  # the only type that torch's collectives raise
-            if self.lost.wait(GRACE_S):
-                time.sleep(2 * GRACE_S)  # `_end` ends this process
-            raise TrainingError(
-                f"the ranks cannot go on together{self._describe_wait()}: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+        except Exception as error:
+            missing = self._unaffected([0])
+            if missing:
+                self._explain(error, missing)
+                raise
 
-    def _describe_wait(self) -> str:
-        """Return the rank whose sign of life is late, in brackets."""
-        waited = time.monotonic() - self._since
-        if waited < GRACE_S:
-            return ""
-        return f" ({rank_name(self._awaited, self._store)} has been silent for {waited:.0f} s)"
+    def _announce(self, call: Call) -> None:
+        self._count += 1
+        message = Message({})
+        if call.batch is not None:
+            message = batch_message({}, call.batch, self.held)
+            self.held = call.batch
+        message.header.update(call=call.name, arguments=call.arguments)
+        data = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8)
+        dist.broadcast(torch.tensor([len(data)], device="cpu"), 0, group=self._calls)
+        dist.broadcast(data, 0)
 
-    # --- signs of life ----------------------------------------------------------------------------
+    # --- failures ---------------------------------------------------------------------------------
 
-    def _beat(self) -> None:
-        """Exchange signs of life until rank 0 ends them."""
-        beat = torch.ones(1, dtype=torch.uint8, device="cpu")
-        try:
-            while beat == Beat.GO_ON:
-                if self.rank == 0:
-                    self._beat_all(beat)
-                else:
-                    self._await(0)
-                    dist.send(beat, 0, group=self._beats)
-                    dist.recv(beat, 0, group=self._beats)
-        except RuntimeError:
-            self._end()
-        if beat == Beat.FAILED and self.rank > 0:
-            self._end()
+    def _unaffected(self, ranks: Sequence[int]) -> list[int]:
+        """Tell the others that this call has failed here. Return those of `ranks` that do not."""
+        deadline = time.monotonic() + GRACE_S
+        left = list(ranks)
+        with suppress(RuntimeError):  # the store has gone with rank 0
+            self._store.set(self._failure_key(self.rank), "")
+            while left:
+                left = [each for each in left if not self._store.check([self._failure_key(each)])]
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(POLL_S)
+        return left
 
-    def _beat_all(self, beat: torch.Tensor) -> None:
-        """Receive a sign of life from every rank, then send them the own one. Fills `beat`."""
-        others = range(1, self.world_size)
-        for rank in others:
-            self._await(rank)
-            dist.recv(torch.empty_like(beat), rank, group=self._beats)
-        self._await(0)
-        if self._next_beat.wait(BEAT_S):
-            beat.fill_(self._last_beat)
-        for rank in others:
-            self._await(rank)
-            dist.send(beat, rank, group=self._beats)
+    def _failure_key(self, rank: int) -> str:
+        return f"failed/{self._count}/{rank}"
 
-    def _await(self, rank: int) -> None:
-        self._awaited, self._since = rank, time.monotonic()
-
-    def _end(self) -> None:
-        """End this process, because the awaited rank is lost. Rank 0 reports it."""
-        waited = time.monotonic() - self._since
-        self.lost.set()
-        time.sleep(GRACE_S)  # whoever started the ranks knows the cause, and may end this process
-        if self.rank == 0:
-            print_text(f"onepolicy: {self._describe_loss(waited)}", stderr=True)
-        os._exit(1)
-
-    def _describe_loss(self, waited: float) -> str:
-        """Return the reason for the loss of the awaited rank. waited: seconds without a beat."""
-        name, key = rank_name(self._awaited, self._store), error_key(self._awaited)
-        if self._store.check([key]):
-            return f"{name}: {self._store.get(key).decode()}"
-        if waited > 0.9 * self.limit:
-            return f"{name} has been silent for {self.limit:g} s (train.rank_timeout); {RESUME}"
-        return f"{name} has ended; {RESUME}"
-
-    def close(self, *, failed: bool = False) -> None:
-        """End the signs of life. On rank 0 this ends them on all ranks.
-
-        failed: end the other ranks' processes too.
-        """
-        self._last_beat = Beat.FAILED if failed else Beat.END
-        self._next_beat.set()
-        if failed:
-            self._thread.join(2 * BEAT_S)
+    def _explain(self, error: Exception, missing: list[int]) -> None:
+        """Raise TrainingError if a failed collective is the error. missing: ranks without it."""
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             return
-        self._thread.join()
+        reason = str(error).splitlines()[0]
+        try:
+            self._check_alive()
+        except RankLost as lost:
+            reason = str(lost)
+        names = ", ".join(
+            f"rank {rank} ({self._store.get(process_key(rank)).decode()})" for rank in missing
+        )
+        if names:
+            reason = (
+                f"no answer from {names}, which has ended or stands still (train.rank_timeout is "
+                f"{self._limit:g} s); {reason}"
+            )
+        raise TrainingError(
+            f"the ranks cannot go on together: {reason}; `--resume` continues after the last "
+            "checkpoint"
+        ) from error
+
+    def end(self) -> None:
+        """Leave the others. On rank 0: tell them that the run has ended."""
+        if self.rank == 0:
+            with suppress(RuntimeError):
+                self._store.set(self._failure_key(0), "")
+                ended = torch.zeros(1, dtype=torch.int64, device="cpu")
+                work = dist.broadcast(ended, 0, group=self._calls, async_op=True)
+                work.wait(timedelta(seconds=GRACE_S))
         dist.destroy_process_group()
+
+    # --- sums -------------------------------------------------------------------------------------
+
+    def join_rows(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors on the CPU, each row of which one rank has set and the others left at 0.
+
+        Exact for every dtype, because bytes are added.
+        """
+        for tensor in tensors.values():
+            dist.all_reduce(tensor.view(torch.uint8))
+
+    def gather(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return these tensors of every rank, on the CPU. Shapes and dtypes are the same on all.
+
+        They travel as float64, which holds float32 and counts exactly.
+        """
+        flat = torch.cat([tensor.detach().cpu().double().flatten() for tensor in tensors])
+        found = [torch.empty_like(flat) for _ in range(self.world_size)]
+        dist.all_gather(found, flat)
+        sizes = [tensor.numel() for tensor in tensors]
+        return [_unflatten(of_rank.split(sizes), tensors) for of_rank in found]
+
+
+def _unflatten(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts with the shapes and dtypes of `like`, on the CPU."""
+    return [part.view(each.shape).to(each.dtype) for part, each in zip(parts, like, strict=True)]

@@ -1,4 +1,4 @@
-"""Commands and answers of ranks as bytes: a JSON header and tensors in one safetensors message.
+"""Messages as bytes: a JSON header and tensors in one safetensors message.
 
 Nothing is pickled. A checksum finds bytes that were changed on the way. All ranks run the same
 release, so what a message holds is not checked again.
@@ -59,14 +59,22 @@ def _checksum(body: bytes) -> bytes:
     return zlib.crc32(body).to_bytes(CHECKSUM_BYTES, "little")
 
 
-def batch_message(header: dict[str, Any], batch: TokenBatch) -> Message:
-    """Return a message with this header and the batch."""
+def batch_message(
+    header: dict[str, Any], batch: TokenBatch, held: TokenBatch | None = None
+) -> Message:
+    """Return a message with this header and the batch.
+
+    held: a batch that the receiver has. The fields that are the same objects are not sent again.
+    """
     tensors: dict[str, Tensor] = {}
     traces: dict[str, Any] = {}
     supports: list[str] = []
+    kept: list[str] = []
     for each in dataclasses.fields(batch):
         value = getattr(batch, each.name)
-        if isinstance(value, RoutingTrace):
+        if value is not None and value is getattr(held, each.name, None):
+            kept.append(each.name)
+        elif isinstance(value, RoutingTrace):
             traces[each.name] = {"layers": value.layers, "num_experts": value.num_experts}
             parts = {"ids": value.ids, "valid": value.valid, "weights": value.weights}
             tensors |= {
@@ -77,7 +85,7 @@ def batch_message(header: dict[str, Any], batch: TokenBatch) -> Message:
             tensors |= support_tensors(value, each.name)
         elif isinstance(value, Tensor):  # other fields (fingerprints) stay with the driver
             tensors[each.name] = value
-    return Message(header | {"traces": traces, "supports": supports}, tensors)
+    return Message(header | {"traces": traces, "supports": supports, "kept": kept}, tensors)
 
 
 def support_tensors(support: SupportTrace, name: str) -> dict[str, Tensor]:
@@ -106,11 +114,10 @@ class TraceHeader(TypedDict):
     num_experts: int
 
 
-def batch_from_message(message: Message) -> TokenBatch:
-    """Return the batch of a message of `batch_message`."""
-    values: dict[str, Any] = {
-        name: value for name, value in message.tensors.items() if "." not in name
-    }
+def batch_from_message(message: Message, held: TokenBatch | None = None) -> TokenBatch:
+    """Return the batch of a message of `batch_message`. held: as there."""
+    values: dict[str, Any] = {name: getattr(held, name) for name in message.header["kept"]}
+    values |= {name: value for name, value in message.tensors.items() if "." not in name}
     for name, about in message.header["traces"].items():
         values[name] = trace_from_tensors(message.tensors, name, about)
     for name in message.header["supports"]:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from onepolicy.config import UsageError
+from onepolicy.config import TrainingError, UsageError
 from onepolicy.config.model import ModelConfig
 from onepolicy.interfaces import EngineCaps
 from onepolicy.models.checkpoint_names import CheckpointNames
@@ -27,12 +27,13 @@ from onepolicy.sync.push import push_weights
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.train import checkpoint
 from onepolicy.train.pack import Batcher
-from onepolicy.train.sharded import learner as sharded
 from onepolicy.train.sharded import rank
+from onepolicy.train.sharded.divide import assign_micro_batches
 from onepolicy.train.sharded.export import export_model
 from onepolicy.train.sharded.fsdp import gather_full_tensor
-from onepolicy.train.sharded.rank import RankBatcher, RankLearner
-from onepolicy.train.sharded.wire import batch_from_message as batch_in
+from onepolicy.train.sharded.rank import RankBatcher
+from onepolicy.train.sharded.ranks import Ranks
+from onepolicy.train.sharded.wire import batch_message
 from support.metrics import timeless
 from support.models import CONFIGS, make
 from support.mxfp4 import write_mxfp4
@@ -108,38 +109,57 @@ def test_two_ranks_share_prompts_and_equal_one(case, two, folders, monkeypatch):
         assert not any(saved)
 
 
-def test_a_rank_has_only_its_own_samples_and_routes(two, folder, monkeypatch):
-    messages = []  # of rank 1, then of rank 0, for scoring and for the update
-    send, handle = two.send, RankLearner.handle
-    monkeypatch.setattr(two, "send", lambda own: messages.extend(own) or send(own))
-    monkeypatch.setattr(
-        RankLearner, "handle", lambda self, own: messages.append(own) or handle(self, own)
-    )
+def test_a_rank_computes_only_its_own_samples(two, folder, monkeypatch):
+    computed = []  # real samples and idle ones of each micro-batch of rank 0
+
+    def micro_batch(self, batch, samples):
+        found = Batcher.micro_batch(self, batch, samples or [0])
+        computed.append(len(samples))
+        return found if samples else idle(self, batch, samples)
+
+    idle = RankBatcher.micro_batch
+    monkeypatch.setattr(RankBatcher, "micro_batch", micro_batch)
     learner = learner_on(two, folder, CASES["idle"])
-    batch, _, _ = one_step(learner, batch_for(learner))
-    parts = [batch_in(m) for m in messages if m.header["do"] in ("score", "optimise")]
-    known = samples_of(batch)
-    assert len(parts) == 4
-    assert batch.routing_native is not None
-    assert not any(part.routing_native for part in parts[2:])  # an update with r3 does not read it
-    for pair in (parts[:2], parts[2:]):
-        found = [sample for part in pair for sample in samples_of(part)]
-        idle = [routes for tokens, routes, real in found if not real]
-        assert len(idle) == 1  # stands in for the micro-batch that one rank has less
-        assert not idle[0].any()
-        own = [(tokens, routes) for tokens, routes, real in found if real]
-        assert len(own) == len(known)
-        for tokens, routes, _ in known:
-            assert sum(torch.equal(tokens, t) and torch.equal(routes, r) for t, r in own) == 1
-        assert all(part.num_samples <= 2 for part in pair)
+    batch = batch_for(learner)
+    learner.scorer.score(batch)
+    of_ranks = assign_micro_batches(batch, 15, 2)
+    assert computed == [len(samples) for samples in of_ranks[0]]
+    assert sum(computed) < batch.num_samples
 
 
-def samples_of(batch):
-    """Return (tokens, routes, whether any slot is trainable) of each sample."""
-    lengths = batch.cu_seqlens.diff().tolist()
-    fields = (batch.input_ids, batch.routing.ids, batch.trainable)
-    parts = [tensor.split(lengths) for tensor in fields]
-    return [(tokens, routes, bool(mine.any())) for tokens, routes, mine in zip(*parts, strict=True)]
+def test_a_batch_is_sent_once_a_step(two, folder, monkeypatch):
+    """The update's message has only what rank 0 has added to the scored batch."""
+    sent = {}
+
+    def announce(self, call):
+        held = self.held
+        announced(self, call)
+        if call.batch is not None:
+            sent[call.name] = batch_message({}, call.batch, held)
+
+    announced = Ranks._announce
+    monkeypatch.setattr(Ranks, "_announce", announce)
+    learner = learner_on(two, folder, QWEN)
+    one_step(learner, batch_for(learner))
+    assert sent.keys() == {"score", "step"}
+    assert {"input_ids", "routing.ids"} <= sent["score"].tensors.keys()
+    assert sent["step"].tensors.keys() == {"advantage", "weight", "keep"}
+    assert {"input_ids", "routing", "routing_native", "logp_old"} <= {*sent["step"].header["kept"]}
+
+
+def test_an_error_of_all_ranks_is_raised_once_and_they_go_on(pair, capfd):
+    """The routes of another sample are refused by every rank, in the words of one process."""
+    ranked, one = pair
+    batch = batch_for(one)
+    bad = batch.replace(input_ids=batch.input_ids.masked_fill(batch.segment == 2, -1))
+    messages = []
+    for learner in (one, ranked):
+        with pytest.raises(TrainingError, match="of sample 2") as raised:
+            learner.score(bad)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    assert torch.isfinite(ranked.score(batch).logp_old).all()
+    assert capfd.readouterr().err == ""
 
 
 def save(run, learner):
@@ -155,7 +175,7 @@ def written(path):
 def test_a_checkpoint_of_two_ranks_resumes_on_two_and_on_one(two, folder, tmp_path, monkeypatch):
     stepped = threading.Event()
     monkeypatch.setattr(
-        sharded, "export_model", lambda *given: stepped.wait(60) and export_model(*given)
+        rank, "export_model", lambda *given: stepped.wait(60) and export_model(*given)
     )
     overrides = CASES["critic_kl_entropy"]
     ranked = learner_on(two, folder, overrides)
@@ -325,7 +345,7 @@ def test_the_driver_never_holds_the_weights_twice_while_sending(two, tmp_path, m
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     ranked = learner_on(two, tmp_path, QWEN)
-    size = sum(tensor.nbytes for tensor in ranked.rank_0.model.state_dict().values())
+    size = sum(tensor.nbytes for tensor in ranked.model.state_dict().values())
     assert size > 100e6
     monkeypatch.setattr(broadcast, "BUCKET_BYTES", 2**20)
     names = CheckpointNames(config, trust_remote_code=False)

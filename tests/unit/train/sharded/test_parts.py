@@ -3,8 +3,6 @@ settings."""
 
 import dataclasses
 import json
-import os
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +16,8 @@ from onepolicy.launch import ranks as launch_ranks
 from onepolicy.launch.launcher import apply_torchrun_ranks
 from onepolicy.launch.ranks import LaunchedRanks, RankInfo, _await_ranks, launched_ranks
 from onepolicy.train.sharded import ranks as ranks_module
-from onepolicy.train.sharded.divide import Sizes, assign_micro_batches, divide_batch
-from onepolicy.train.sharded.ranks import RankLost, Ranks, error_key, process_key
+from onepolicy.train.sharded.divide import Sizes, assign_micro_batches, idle_batch
+from onepolicy.train.sharded.ranks import RankLost, Ranks, process_key
 from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
 from onepolicy.train.shared_prompts import WORTH, share_prompts
 from support.token_batches import batch_with
@@ -134,14 +132,12 @@ def slowest(dealt, sizes):
 
 def test_an_idle_rank_gets_a_sample_that_counts_for_nothing():
     batch = batch_with([5, 3])
-    first, second, third = divide_batch(batch, 100, 3)
-    assert (first.samples, second.samples, third.samples) == ([0], [1], [])
-    assert third.rounds == [[0]]
-    idle = third.batch
+    assert assign_micro_batches(batch, 100, 3) == [[[0]], [[1]], [[]]]
+    idle = idle_batch(batch)
     assert idle.num_slots == 3
     for mine in (idle.trainable, idle.keep, idle.loss_weight, idle.routing.valid, idle.routing.ids):
         assert not mine.any()
-    assert torch.equal(second.batch.routing.ids, batch.routing.ids[5:])
+    assert torch.equal(idle.input_ids, batch.input_ids[5:])
 
 
 def test_a_batch_travels_unchanged():
@@ -157,6 +153,13 @@ def test_a_batch_travels_unchanged():
             assert expected.dtype == value.dtype
     assert torch.equal(found.routing.ids, batch.routing.ids)
     assert (found.routing.layers, found.routing.num_experts) == ((1, 3), 300)
+    changed = batch.replace(weight=batch.logp_rollout + 1, routing=None)
+    part = Message.decode(batch_message({}, changed, batch).encode())
+    assert part.tensors.keys() == {"weight"}
+    again = batch_from_message(part, found)
+    assert torch.equal(again.weight, changed.weight)
+    assert again.input_ids is found.input_ids
+    assert again.routing is None
     whole = torch.arange(6.0)  # views of one storage
     found = Message.decode(Message({}, {"a": whole[:3], "b": whole[1:]}).encode())
     assert torch.equal(found.tensors["b"], whole[1:])
@@ -189,67 +192,67 @@ def test_torchrun_sets_the_number_of_ranks(monkeypatch):
         apply_torchrun_ranks(set_to_three)
 
 
-LOSSES = [
-    (0.1, None, " has ended; `--resume` continues"),
-    (59.9, None, " has been silent for 60 s (train.rank_timeout); `-"),
-    (0.1, "model.path: gone", ": model.path: gone"),
-]
-
-
-def test_a_lost_rank_is_named_with_the_reason():
-    for waited, error, words in LOSSES:
-        store = dist.HashStore()
-        store.set(process_key(2), "process 7 on h")
-        if error is not None:
-            store.set(error_key(2), error)
-        ranks = object.__new__(Ranks)
-        ranks._store, ranks._awaited, ranks.limit = store, 2, 60.0
-        assert ranks._describe_loss(waited).startswith(f"rank 2 (process 7 on h){words}")
-
-
 @pytest.fixture
-def ended(monkeypatch):
-    """Return a function: how one of three ranks ends, whose call `name` to `peer` fails.
-
-    gloo is replaced."""
+def ranks(monkeypatch):
+    """Return a function that makes a rank of three, whose others are only keys in a store."""
     monkeypatch.setattr(ranks_module, "GRACE_S", 0.0)
-    monkeypatch.setattr(ranks_module, "BEAT_S", 0.0)
+    store = dist.HashStore()
+    for number in range(3):
+        store.set(process_key(number), f"process {number} on h")
 
-    def run(rank, name, peer, error=None):
-        def call(own):
-            def to(_, other, group=None):
-                if (own, other) == (name, peer):
-                    raise RuntimeError("Connection closed by peer")
-
-            return to
-
+    def make(rank, check_alive=lambda: None):
         gloo = {"get_rank": lambda: rank, "get_world_size": lambda: 3, "new_group": lambda **_: 0}
-        gloo |= {"send": call("send"), "recv": call("recv"), "destroy_process_group": lambda: None}
+        gloo |= {"broadcast": lambda *_, **__: None, "DistError": dist.DistError}
         monkeypatch.setattr(ranks_module, "dist", SimpleNamespace(**gloo))
-        statuses, store = [], dist.HashStore()
-        monkeypatch.setattr(ranks_module, "os", SimpleNamespace(_exit=statuses.append))
-        for number in range(3):
-            store.set(process_key(number), f"process {number}")
-        if error is not None:
-            store.set(error_key(peer), error)
-        seen = Ranks(None, torch.device("cpu"), store, limit=60.0)
-        seen.close()
-        return statuses, seen.lost.is_set()
+        return Ranks(None, torch.device("cpu"), store, limit=60.0, check_alive=check_alive)
 
-    return run
+    return make
 
 
-def test_signs_of_life_name_the_rank_that_is_lost(ended, capsys, subtests):
-    for name, lost in ("send", 1), ("send", 2), ("recv", 1), ("recv", 2):
-        with subtests.test(name=name, lost=lost):
-            assert ended(0, name, lost) == ([1], True)
-            words = f"onepolicy: rank {lost} (process {lost})"
-            assert capsys.readouterr().err.startswith(f"{words} has ended; `--resume`")
-            assert ended(0, name, lost, "out of memory") == ([1], True)
-            assert capsys.readouterr().err == f"{words}: out of memory\n"
-    for name in ("send", "recv"):  # rank 0 is lost: nothing is left to say
-        assert ended(1, name, 0) == ([1], True)
-        assert capsys.readouterr().err == ""
+CLOSED = RuntimeError("[/p/gloo/transport/tcp/pair.cc:553] Connection closed by peer\nmore")
+
+
+def fails(ranks, error):
+    with ranks.everywhere("step"):
+        raise error
+
+
+def test_ranks_that_a_failure_does_not_reach_are_named(ranks):
+    first = ranks(0)
+    first._store.set("failed/1/2", "")  # rank 2 has failed with it
+    words = r"together: no answer from rank 1 \(process 1 on h\), which has ended or stands still "
+    with pytest.raises(TrainingError, match=words) as raised:
+        fails(first, CLOSED)
+    assert str(raised.value).endswith("by peer; `--resume` continues after the last checkpoint")
+    first._store.set("failed/2/1", "")
+    first._store.set("failed/2/2", "")
+    with pytest.raises(TrainingError, match=r"together: \[/p/gloo/.*peer; `--resume`"):
+        fails(first, CLOSED)
+
+
+def test_an_error_that_is_no_collectives_stays_what_it_is(ranks):
+    for error in (UsageError("model.path: gone"), RuntimeError("out of memory")):
+        with pytest.raises(type(error), match=str(error)):
+            fails(ranks(0), error)
+
+
+def test_a_launcher_that_knows_why_a_rank_has_ended_says_so(ranks):
+    def check_alive():
+        raise RankLost("rank 2 has ended: no memory")
+
+    with pytest.raises(
+        TrainingError, match=r"stands still \(.*\); rank 2 has ended: no memory; `-"
+    ):
+        fails(ranks(0, check_alive), CLOSED)
+
+
+def test_another_rank_leaves_an_error_to_rank_0_that_has_it_too(ranks):
+    second = ranks(1)
+    with pytest.raises(OSError, match="full"), second.repeating():
+        raise OSError("the disk is full")
+    second._store.set("failed/0/0", "")
+    with second.repeating():
+        raise OSError("the disk is full")
 
 
 def test_a_rank_that_does_not_come_is_named():
@@ -268,13 +271,10 @@ def test_ranks_need_somebody_who_starts_them(monkeypatch):
         launched_ranks(resolve(BASE, ["train.ranks=2"]))
 
 
-def test_a_rank_of_another_release_says_so(monkeypatch, capsys):
+def test_a_rank_of_another_release_says_so():
     store = dist.HashStore()
     settings = {"limit": 1.0, "device": "cpu", "release": "0.0.0"}
     store.set(launch_ranks.SETTINGS_KEY, json.dumps(settings))
-    monkeypatch.setattr(launch_ranks, "GRACE_S", 0)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as ended:
+    words = r"rank 1 \(process \d+ on .*\): .* is installed here, but rank 0 runs 0.0.0; install"
+    with pytest.raises(UsageError, match=words):
         launch_ranks.run_rank(RankInfo(1, 2, 1), store)
-    assert ended.value.code == 2
-    assert "is installed here, but rank 0 runs 0.0.0; install the same" in capsys.readouterr().err
