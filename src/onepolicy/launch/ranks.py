@@ -30,7 +30,15 @@ from onepolicy.models.load import parse_device
 from onepolicy.sync.group import join_store
 from onepolicy.sync.messages import validate_message
 from onepolicy.train.sharded.rank import RankLearner
-from onepolicy.train.sharded.ranks import POLL_S, Call, RankLost, Ranks, process_key
+from onepolicy.train.sharded.ranks import (
+    FAILED,
+    GRACE_S,
+    POLL_S,
+    Call,
+    RankLost,
+    Ranks,
+    process_key,
+)
 
 TORCHRUN_RENDEZVOUS = "env://"
 SETTINGS_KEY = "settings"  # in the ranks' store, written by rank 0
@@ -141,8 +149,10 @@ def joined_ranks(config: RunConfig, launch: LaunchRanks | None = None) -> Iterat
         ranks = launched.rank_info.join(launched.store, settings, launched.check_alive)
         try:
             yield ranks
-        finally:
-            ranks.end()
+        except BaseException:
+            ranks.end(FAILED)
+            raise
+        ranks.end()
 
 
 def _await_ranks(launched: LaunchedRanks, limit: float) -> None:
@@ -184,8 +194,7 @@ def run_launched_rank() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank_info = RankInfo.from_environment()
     assert rank_info is not None
-    run_rank(rank_info, open_rendezvous(rank_info, JOIN_TIMEOUT_S))
-    return 0
+    return run_rank(rank_info, open_rendezvous(rank_info, JOIN_TIMEOUT_S))
 
 
 def run_placed_rank(rank: int, world_size: int, store: tuple[str, int]) -> None:
@@ -193,11 +202,11 @@ def run_placed_rank(rank: int, world_size: int, store: tuple[str, int]) -> None:
     run_rank(RankInfo(rank, world_size, 0), join_store(*store, JOIN_TIMEOUT_S))
 
 
-def run_rank(rank_info: RankInfo, store: dist.Store) -> None:
+def run_rank(rank_info: RankInfo, store: dist.Store) -> int:
     """Join the other ranks, then make the calls of rank 0 until the run ends.
 
-    Raises UsageError or TrainingError, which name this rank, for an error that rank 0 does not
-    have.
+    Returns an exit status. Raises UsageError or TrainingError, which name this rank, for an error
+    that rank 0 does not have.
     """
     text = store.get(SETTINGS_KEY).decode()
     settings = validate_message(RankSettings, json.loads(text), "the ranks' settings")
@@ -212,6 +221,9 @@ def run_rank(rank_info: RankInfo, store: dist.Store) -> None:
             _repeat_calls(ranks)
         finally:
             ranks.end()
+        if ranks.failed:
+            time.sleep(GRACE_S)  # rank 0 reports why
+        return int(ranks.failed)
     except REPORTED_ERRORS as error:
         text = f"rank {rank_info.rank} ({_this_process()}): {error}"
         if isinstance(error, UsageError):

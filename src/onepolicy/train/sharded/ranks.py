@@ -25,6 +25,8 @@ from onepolicy.types import TokenBatch
 GRACE_S = 3.0
 """Seconds until a failure is reported: whoever started the ranks knows a death first."""
 POLL_S = 0.05
+ENDED, FAILED = 0, -1
+"""What rank 0 says in place of the size of its next call."""
 UNLIMITED = timedelta(days=365)
 """Timeout of the wait for rank 0's next call. It ends when rank 0 does."""
 
@@ -66,6 +68,7 @@ class Ranks:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.mesh, self.device = mesh, device
         self.held: TokenBatch | None = None  # the fields of a batch that every rank has
+        self.failed = False  # on another rank: rank 0 has failed
         self._store, self._limit, self._check_alive = store, limit, check_alive
         timeout = UNLIMITED if self.rank else timedelta(seconds=limit)
         self._calls = dist.new_group(backend="gloo", timeout=timeout)
@@ -96,11 +99,15 @@ class Ranks:
             self._in_call = False
 
     def next_call(self) -> Call | None:
-        """Wait for rank 0's next call. Return None if there is none: the run has ended."""
-        size = torch.zeros(1, dtype=torch.int64, device="cpu")
+        """Wait for rank 0's next call. Return None if there is none: the run has ended.
+
+        `failed` says how.
+        """
+        size = torch.full((1,), FAILED, dtype=torch.int64, device="cpu")
         with suppress(RuntimeError):  # rank 0 has gone; whoever started it says why
             dist.broadcast(size, 0, group=self._calls)
-        if not size:
+        if size <= 0:
+            self.failed = bool(size == FAILED)
             return None
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         dist.broadcast(data, 0)
@@ -177,13 +184,13 @@ class Ranks:
             "checkpoint"
         ) from error
 
-    def end(self) -> None:
-        """Leave the others. On rank 0: tell them that the run has ended."""
+    def end(self, said: int = ENDED) -> None:
+        """Leave the others. On rank 0: tell them that the run has ended, or FAILED."""
         if self.rank == 0:
             with suppress(RuntimeError):
                 self._store.set(self._failure_key(0), "")
-                ended = torch.zeros(1, dtype=torch.int64, device="cpu")
-                work = dist.broadcast(ended, 0, group=self._calls, async_op=True)
+                last = torch.full((1,), said, dtype=torch.int64, device="cpu")
+                work = dist.broadcast(last, 0, group=self._calls, async_op=True)
                 work.wait(timedelta(seconds=GRACE_S))
         dist.destroy_process_group()
 

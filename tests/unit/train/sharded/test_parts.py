@@ -255,6 +255,18 @@ def test_another_rank_leaves_an_error_to_rank_0_that_has_it_too(ranks):
         raise OSError("the disk is full")
 
 
+def test_another_rank_knows_how_the_run_has_ended(ranks, monkeypatch):
+    def gone(*_, **__):
+        raise CLOSED
+
+    for said, failed in ((ranks_module.ENDED, False), (ranks_module.FAILED, True), (None, True)):
+        second = ranks(1)
+        broadcast = gone if said is None else lambda size, *_, said=said, **__: size.fill_(said)
+        monkeypatch.setattr(ranks_module.dist, "broadcast", broadcast)
+        assert second.next_call() is None
+        assert second.failed == failed
+
+
 def test_a_rank_that_does_not_come_is_named():
     store = dist.HashStore()
     launched = LaunchedRanks(RankInfo(0, 3, 0), store)
