@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from onepolicy.report.arm_run import ArmRun
-from onepolicy.report.comparison import contrast
+from onepolicy.report.contrast import ArmRun, contrast
 from onepolicy.verdict.rules import QUIET_KL
 
 FOLDER = Path(__file__).resolve().parent
