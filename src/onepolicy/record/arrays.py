@@ -247,11 +247,6 @@ def load_pt(path: Path) -> dict[Any, Any]:
 def read_pt(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:
     """Yield the blocks of a torch.save file of a dict of tensors."""
     loaded = load_pt(path)
-    if {"samples", "rollout_data"} & loaded.keys():
-        raise UsageError(
-            f"{path}: a training dump of slime or miles; "
-            "python -m onepolicy.record.export.slime FOLDER OUT turns a folder of them into a dump"
-        )
     names = {*select_columns(str(path), loaded.keys(), mapping).values(), "length"}
     tensors = {name: value for name, value in loaded.items() if name in names}
     for name, value in tensors.items():

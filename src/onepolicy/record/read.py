@@ -14,6 +14,7 @@ from onepolicy.files import leads_into
 from onepolicy.record.formats import READERS
 from onepolicy.record.probes import is_run_folder, read_run
 from onepolicy.record.schema import ROUTES, RawBlock, Scored
+from onepolicy.record.trainers import VERL_EXPORT
 from onepolicy.record.validate import checked_block
 
 MEMORY, MEMORY_PER_BYTE = GIB, 16
@@ -140,8 +141,8 @@ def _dump_files(path: Path) -> list[Path]:
         fault = f"unknown kind of dump; the suffix must be one of {suffixes}"
         if path.suffix in (".pkl", ".pickle"):
             fault = (
-                "a pickle, which could run any code, is not read; for a batch of verl call "
-                "onepolicy.record.export.verl.export(batch, FOLDER, step) in the trainer"
+                "a pickle, which could run any code, is not read; for a batch of verl "
+                f"{VERL_EXPORT}"
             )
         raise UsageError(f"{path}: {fault}")
     if path.exists() and not path.is_file():

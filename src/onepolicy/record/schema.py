@@ -18,6 +18,7 @@ import numpy as np
 from onepolicy.bounded import Message
 from onepolicy.errors import UsageError
 from onepolicy.nonfinite import LeftOut
+from onepolicy.record.trainers import COMPLETE, TRAINERS, recognised
 
 BLOCK_ROWS = 2**14
 """Rows of a block at most, also if they have hardly any tokens."""
@@ -179,65 +180,19 @@ class Scored:
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
 
-KNOWN_NAMES = {
-    "prime-rl": {  # its trainer.enable_token_export
-        "tokens": "token_ids",
-        "mask": "loss_mask",
-        "logp_rollout": "inference_logprobs",
-        "logp_trainer": "trainer_logprobs",
-    },
-    "nemo-rl": {  # its train_data_stepN.jsonl; a value is a list of one sample's
-        "tokens": "token_ids",
-        "mask": "token_loss_mask",
-        "logp_rollout": "generation_logprobs",
-        "logp_trainer": "prev_logprobs",
-    },
-}
-"""Column names of frameworks whose own files have all columns, under other names."""
-LAYOUTS = (  # of files that are known by some of their columns; what to do
-    (
-        {"token_ids", "inference_logprobs", "trainer_logprobs"},
-        "prime-rl's token export; add --columns prime-rl",
-    ),
-    (
-        {"token_ids", "generation_logprobs", "prev_logprobs"},
-        "NeMo-RL's training data; add --columns nemo-rl",
-    ),
-    (
-        {"input", "output", "score"},
-        "verl's text log, which has no tokens and no log-probabilities; call "
-        "onepolicy.record.export.verl.export(batch, FOLDER, step) in the trainer",
-    ),
-    (
-        {"prompt", "completion"},
-        "TRL's text log, which has no tokens and no log-probabilities; call "
-        "onepolicy.integrations.trl.attach(trainer, dump=FOLDER) before trainer.train()",
-    ),
-    (
-        {"batch"},
-        "a batch of verl; call onepolicy.record.export.verl.export(batch, FOLDER, step) in the "
-        "trainer",
-    ),
-    (
-        {"meta_info"},
-        "replies of a SGLang server, which lack the trainer's side; write rows with both",
-    ),
-)
-
-
 def parse_columns(pairs: Sequence[str]) -> dict[str, str]:
-    """Read `ours=theirs` texts, or names of KNOWN_NAMES, into {ours: theirs}."""
+    """Read `ours=theirs` texts, or names of trainers, into {ours: theirs}."""
     mapping: dict[str, str] = {}
     for pair in pairs:
         ours, equals, theirs = pair.partition("=")
-        if pair in KNOWN_NAMES:
-            added = KNOWN_NAMES[pair]
+        if pair in COMPLETE:
+            added = dict(TRAINERS[pair].names)
         elif equals and theirs and ours in COLUMNS:
             added = {ours: theirs}
         else:
             raise UsageError(
                 f"--columns {pair}: expected ours=theirs with ours one of {', '.join(COLUMNS)}; "
-                f"or {', '.join(KNOWN_NAMES)}"
+                f"or {', '.join(COMPLETE)}"
             )
         repeated = sorted(added.keys() & mapping.keys())
         if repeated:
@@ -277,9 +232,8 @@ def select_columns(
         if theirs in available:
             selected[ours] = theirs
         elif spec.required or ours in mapping:
-            for names, layout in LAYOUTS:
-                if names <= set(available) and theirs == ours:
-                    raise UsageError(f"{source}: is {layout} (docs/audit.md)")
+            if theirs == ours and recognised(available):
+                raise UsageError(f"{source}: is {recognised(available)} (docs/audit.md)")
             lacking[ours] = theirs
     if lacking:
         has = ", ".join(sorted(map(str, available))) or "none"
