@@ -361,14 +361,13 @@ def _tables(tree: Tree) -> list[Table]:
 def distance_figures(tree: Tree, tensors: dict[str, np.ndarray]) -> tuple[Drawn, Drawn]:
     """Return the figures on the distance, and those on differing experts."""
     shown = [name for name in SCORINGS if f"{name}.logp_rollout" in tensors]
-    pairs = [
-        Series(
-            *SCORINGS[name], *(tensors[f"{name}.logp_{side}"] for side in ("trainer", "rollout"))
-        )
-        for name in shown
-    ]
+    pairs = []
+    for name in shown:
+        trainer, rollout = (tensors[f"{name}.logp_{side}"] for side in ("trainer", "rollout"))
+        segment = tensors.get(f"{name}.segment")  # an older version wrote none
+        pairs.append(tokens.Pairs(*SCORINGS[name], trainer, rollout, segment))
     width: Width = "third" if len(pairs) == 3 else "half"
-    drawn: Drawn = [tokens.extreme_tokens(tokens.tails_of(pairs))]
+    drawn: Drawn = [tokens.extreme_tokens([each.tail() for each in pairs])]
     drawn += [
         tokens.scatter(f"scatter-{name}", each, tokens.MAX_POINTS // len(pairs), width=width)
         for name, each in zip(shown, pairs, strict=True)

@@ -282,15 +282,17 @@ def k3_by_age(run: Run) -> Figure | Absent:
     return groups.by_age([found], "of the run")
 
 
-def pairs_of(run: Run) -> list[Series]:
+def pairs_of(run: Run) -> list[tokens.Pairs]:
     """Return the tokens of the last probe: as trained, then without replay."""
     assert run.probe is not None
     tensors = run.probe.tensors
-    found = [Series(*trained_label(run), tensors["logp_trainer"], tensors["logp_rollout"])]
-    if "logp_trainer_native" in tensors:
-        native = Series(*WITHOUT, tensors["logp_trainer_native"], tensors["logp_rollout"])
-        found.append(native)
-    return found
+    looks = {"logp_trainer": trained_label(run), "logp_trainer_native": WITHOUT}
+    rollout, segment = tensors["logp_rollout"], tensors.get("segment")
+    return [
+        tokens.Pairs(*look, tensors[name], rollout, segment)
+        for name, look in looks.items()
+        if name in tensors
+    ]
 
 
 def token_figures(run: Run) -> Drawn:
@@ -302,7 +304,7 @@ def token_figures(run: Run) -> Drawn:
         ]
     pairs, where = pairs_of(run), f" of the probe at step {run.probe.step}"
     names, budget = ("scatter", "scatter_native"), tokens.MAX_POINTS // len(pairs)
-    out: Drawn = [tokens.extreme_tokens(tokens.tails_of(pairs), where)]
+    out: Drawn = [tokens.extreme_tokens([each.tail() for each in pairs], where)]
     drawn = [
         tokens.scatter(name, each, budget, where) for name, each in zip(names, pairs, strict=False)
     ]

@@ -24,7 +24,7 @@ from onepolicy.report.figures.parts import (
     Series,
 )
 from onepolicy.report.figures.routing import per_layer
-from onepolicy.report.figures.tokens import extreme_tokens, subsample, tails_of
+from onepolicy.report.figures.tokens import extreme_tokens, subsample
 from onepolicy.report.run import load_run
 from onepolicy.report.run_page import (
     k3_by_age,
@@ -247,7 +247,7 @@ def test_f_tau_by_hand(copy):
     native = [-2 + math.log(ratio) for ratio in (1.0, 1.5, 3.0, 1 / 3)]
     logp = {"logp_rollout": [-2.0] * 4, "logp_trainer": [-2.0] * 4}
     pairs = pairs_of(probe_run(copy, **logp, logp_trainer_native=native))
-    figure = extreme_tokens(tails_of(pairs))
+    figure = extreme_tokens([each.tail() for each in pairs])
     assert isinstance(figure, Figure)
     # 5 is off the axis: the largest ratio is 3
     replayed, native, *replayed_spots, at_125, at_2 = figure.data
