@@ -345,11 +345,12 @@ def describe_overlap(overlap: Tree) -> str:
 
 COMPARISON_HEADER = (
     "Rollout vs trainer",
-    "All steps, as trained",
-    "Probes, without replay",
-    "Probes, with replay",
+    "All steps",
+    "Without replay",
+    "With replay",
     "Cut by replay",
 )
+PROBED = " Without and with replay: the probe steps, whose batches were scored both ways."
 
 
 def comparison_table(summary: Tree) -> Table | None:
@@ -367,7 +368,8 @@ def comparison_table(summary: Tree) -> Table | None:
         return None
     columns = zip(COMPARISON_HEADER, *rows, strict=True)
     header, *shown = zip(*(each for each in columns if set(each[1:]) != {DASH}), strict=True)
-    return Table(header, shown)
+    note = "All steps: as trained." + PROBED * (len(header) > 2)
+    return Table(header, shown, note=note)
 
 
 def time_shares(summary: Tree) -> str:

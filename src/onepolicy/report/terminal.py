@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -34,7 +35,9 @@ def verdict_parts(card: Card) -> list[RenderableType]:
 
 def told(table: Told, *, right: bool = False) -> Table:
     """Return a table of a page. right: numbers end at one place, and are never broken."""
-    shown = make_table(title=table.title or None, title_justify="left", pad_edge=False)
+    shown = make_table(
+        title=table.title or None, title_justify="left", pad_edge=False, box=SIMPLE_HEAD
+    )
     shown.show_header = any(table.header)
     shown.add_column(table.header[0], overflow="fold")
     justify: JustifyMethod = "right" if right else "left"
@@ -62,7 +65,7 @@ def summary_parts(summary: Tree) -> list[RenderableType]:
 
 def _tiles(tiles: Sequence[Tile]) -> Table:
     """Return a row for each tile: name, value, small print."""
-    table = make_table(*("name", "value", ""), show_header=False, pad_edge=False)
+    table = make_table(*("name", "value", ""), show_header=False, pad_edge=False, box=None)
     for name, value, more, kind in tiles:
         style = {"bad": "bold red", "good": "green"}.get(kind, "bold")
         table.add_row(Text(name), Text(value, style), Text(more, "dim"))

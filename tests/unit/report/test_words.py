@@ -105,7 +105,7 @@ def test_columns_without_a_value_fold_away():
     trained = {name: value for name, value in SUMMARY.items() if "probe" not in name}
     del trained["mismatch_without_replay"], trained["k3_cuts"]
     table = comparison_table(trained)
-    assert table.header == ("Rollout vs trainer", "All steps, as trained")
+    assert table.header == ("Rollout vs trainer", "All steps")
     assert table.rows[0] == ("k3, nats per token", "3e-6")
     assert comparison_table(SUMMARY).header == COMPARISON_HEADER
     assert comparison_table({"steps": 3}) is None
