@@ -266,6 +266,13 @@ def test_the_table_of_steps_is_that_of_the_steps_in_the_tree(demonstration, tmp_
     assert demonstration.STEPS.read_text() == written
 
 
+def test_the_picture_of_the_demonstration_says_what_the_table_of_steps_does(demonstration):
+    figure = demonstration.picture(demonstration.read_steps()[demonstration.PICTURED])
+    words = "Replay: 70 of 400 steps above 1e-3 without, 1 with. Mean k3: 1.60e-3 without replay"
+    assert figure.title.startswith(words)
+    assert (figure.name, figure.width) == (demonstration.PICTURE.stem, "wide")
+
+
 def test_the_picture_of_the_study_is_that_of_its_runs(study):
     figure = importlib.import_module("figure")
     sys.modules.pop("figure")
