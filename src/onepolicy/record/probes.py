@@ -19,6 +19,11 @@ from onepolicy.record.validate import checked_block
 MISSING_ROUTES = 2**26
 """Expert ids of tokens without routes that a probe may have, whatever its size."""
 PER_TOKEN = ("tokens", "logp_rollout", "logp_trainer", "entropy", "version")
+OPTIONAL = {  # tensor of a probe, [n] too -> its column
+    "logp_trainer_native": "logp_native",
+    "logp_vocabulary": "logp_vocabulary",
+    "support_counts": "support_counts",
+}
 
 
 def is_run_folder(path: Path) -> bool:
@@ -62,19 +67,22 @@ def _read_probe(path: Path, step: int) -> dict[str, RaggedColumn]:
     lengths = np.unique(tensors["segment"], return_counts=True)[1].astype(np.int64)
     rows = len(lengths)
     raw = {name: RaggedColumn(tensors[name], lengths) for name in PER_TOKEN}
-    native = tensors.get("logp_trainer_native")
-    if native is not None:
-        if native.shape != shapes["tokens"]:
+    for name, column in OPTIONAL.items():
+        values = tensors.get(name)
+        if values is None:
+            continue
+        if values.shape != shapes["tokens"]:
             raise UsageError(
-                f"{path}: logp_trainer_native differs in length from the others; "
-                "the file is damaged"
+                f"{path}: {name} differs in length from the others; the file is damaged"
             )
-        raw["logp_native"] = RaggedColumn(native, lengths)
+        raw[column] = RaggedColumn(values, lengths)
     raw["mask"] = RaggedColumn(np.ones(lengths.sum(), bool), lengths)
     raw["step"] = RaggedColumn(np.full(rows, step), None)
     raw["trained_version"] = RaggedColumn(np.full(rows, step - 1), None)
     if "routes_rollout" in tensors and "routes_trainer" in tensors:
         raw |= _route_columns(path, tensors, lengths)
+    if "support_counts" in raw:
+        raw["support_ids"] = _set_column(path, tensors, lengths)
     return raw
 
 
@@ -88,6 +96,16 @@ def _load_tensors(path: Path) -> dict[str, Array]:
                 "train some steps more"
             )
         return {name: probe.read(name) for name in probe.tensors}
+
+
+def _set_column(path: Path, tensors: Mapping[str, Array], lengths: Array) -> RaggedColumn:
+    """Return the ids of the probe's supports, of which a row has as many as its counts say."""
+    ids, counts = tensors.get("support_ids"), tensors["support_counts"].astype(np.int64)
+    sizes = np.zeros(len(lengths), np.int64)
+    np.add.at(sizes, np.repeat(np.arange(len(lengths)), lengths), counts)
+    if ids is None or (counts < 0).any() or ids.shape != (sizes.sum(),):
+        raise UsageError(f"{path}: support_ids are not as many as support_counts says; damaged")
+    return RaggedColumn(ids, sizes)
 
 
 def _route_columns(
