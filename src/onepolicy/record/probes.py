@@ -29,6 +29,11 @@ ROUTED = {  # tensor of the figures -> its largest possible value
 LARGEST_LOGP = 1e4  # either way
 LEFT_OUT = "delete the file to leave this probe out"
 PER_TOKEN = ("tokens", "logp_rollout", "logp_trainer", "entropy", "version")
+OPTIONAL = {  # tensor of a probe, [n] too -> its column
+    "logp_trainer_native": "logp_native",
+    "logp_vocabulary": "logp_vocabulary",
+    "support_counts": "support_counts",
+}
 
 
 def is_run_folder(path: Path) -> bool:
@@ -140,19 +145,22 @@ def _columns_of(path: Path, step: int) -> dict[str, RaggedColumn]:
     lengths = np.unique(tensors["segment"], return_counts=True)[1].astype(np.int64)
     rows = len(lengths)
     raw = {name: RaggedColumn(tensors[name], lengths) for name in PER_TOKEN}
-    native = tensors.get("logp_trainer_native")
-    if native is not None:
-        if native.shape != shapes["tokens"]:
+    for name, column in OPTIONAL.items():
+        values = tensors.get(name)
+        if values is None:
+            continue
+        if values.shape != shapes["tokens"]:
             raise UsageError(
-                f"{path}: logp_trainer_native differs in length from the others; "
-                "the file is damaged"
+                f"{path}: {name} differs in length from the others; the file is damaged"
             )
-        raw["logp_native"] = RaggedColumn(native, lengths)
+        raw[column] = RaggedColumn(values, lengths)
     raw["mask"] = RaggedColumn(np.ones(lengths.sum(), bool), lengths)
     raw["step"] = RaggedColumn(np.full(rows, step), None)
     raw["trained_version"] = RaggedColumn(np.full(rows, step - 1), None)
     if "routes_rollout" in tensors and "routes_trainer" in tensors:
         raw |= _route_columns(path, tensors, lengths)
+    if "support_counts" in raw:
+        raw["support_ids"] = _set_column(path, tensors, lengths)
     return raw
 
 
@@ -166,6 +174,16 @@ def _load_tensors(path: Path, needed: tuple[str, ...]) -> dict[str, Array]:
                 "train some steps more"
             )
         return {name: probe.read(name) for name in probe.tensors}
+
+
+def _set_column(path: Path, tensors: Mapping[str, Array], lengths: Array) -> RaggedColumn:
+    """Return the ids of the probe's supports, of which a row has as many as its counts say."""
+    ids, counts = tensors.get("support_ids"), tensors["support_counts"].astype(np.int64)
+    sizes = np.zeros(len(lengths), np.int64)
+    np.add.at(sizes, np.repeat(np.arange(len(lengths)), lengths), counts)
+    if ids is None or (counts < 0).any() or ids.shape != (sizes.sum(),):
+        raise UsageError(f"{path}: support_ids are not as many as support_counts says; damaged")
+    return RaggedColumn(ids, sizes)
 
 
 def _route_columns(

@@ -38,8 +38,8 @@ class ColumnSpec:
     """The type, the shape and the meaning of a column."""
 
     kind: Literal["int", "float", "bool"]
-    # router: tokens x route_layers x route_top_k, flat
-    per: Literal["token", "token or row", "row", "router"]
+    # router: tokens x route_layers x route_top_k, flat; support: the row's sum of support_counts
+    per: Literal["token", "token or row", "row", "router", "support"]
     meaning: str  # for docs/dump_schema.md
     required: bool = False
 
@@ -103,7 +103,23 @@ COLUMNS = {
     ),
     "route_layers": ColumnSpec("int", "row", "MoE layers of these routes"),
     "route_top_k": ColumnSpec("int", "row", "experts per token of these routes"),
+    "support_ids": ColumnSpec(
+        "int",
+        "support",
+        "the tokens that each token was drawn from (top-p, top-k, min-p), one set after the other. "
+        "`logp_rollout`, `logp_trainer` and `entropy` are over them",
+    ),
+    "support_counts": ColumnSpec(
+        "int", "token", "how many of `support_ids` are the token's own set; 0: not captured"
+    ),
+    "logp_vocabulary": ColumnSpec(
+        "float",
+        "token",
+        "the trainer's score over the whole vocabulary, at the temperature of sampling: tells raw "
+        "values, and sets of another top-p, where `support_ids` are given",
+    ),
 }
+SUPPORTS = ("support_ids", "support_counts")
 ROUTES = ("routes_rollout", "routes_trainer", "route_layers", "route_top_k")
 
 
@@ -166,8 +182,8 @@ class Scored:
 
     first_row: int
     lengths: Array  # [S] int64
-    # per token [T], per row [S], per router [T, L, K]; int64, float64 or bool. The mask lacks the
-    # tokens that are left out.
+    # per token [T], per row [S], per router [T, L, K], per support [n]; int64, float64 or bool. The
+    # mask lacks the tokens that are left out.
     columns: dict[str, Array]
     done: float  # share of the dump that has been read after this block
     left_out: LeftOut = field(default_factory=LeftOut)  # tokens whose values are not all finite
@@ -223,7 +239,8 @@ def select_columns(
 ) -> dict[str, str]:
     """Return the columns to read as {our name: name in the dump}.
 
-    Raises UsageError if a required or a mapped column is missing, or some but not all of ROUTES.
+    Raises UsageError if a required or a mapped column is missing, or some but not all of ROUTES
+    or of SUPPORTS.
     """
     selected: dict[str, str] = {}
     lacking: dict[str, str] = {}
@@ -242,11 +259,12 @@ def select_columns(
         if len(lacking) > 1:
             lacks, verb = f"columns {', '.join(lacking.values())} are", "name others"
         raise UsageError(f"{source}: {lacks} missing; it has {has}; {fix} {verb}")
-    missing = [name for name in ROUTES if name not in selected]
-    if missing and len(missing) < len(ROUTES):
-        raise UsageError(
-            f"{source}: column {', '.join(missing)} is missing; routes need {', '.join(ROUTES)}"
-        )
+    for what, needed in (("routes", ROUTES), ("supports", SUPPORTS)):
+        missing = [name for name in needed if name not in selected]
+        if missing and len(missing) < len(needed):
+            raise UsageError(
+                f"{source}: column {', '.join(missing)} is missing; {what} need {', '.join(needed)}"
+            )
     return selected
 
 

@@ -238,6 +238,8 @@ def waterfall_rows(tree: Tree) -> list[tuple[str, ...]]:
     fall = tree["waterfall"]
     total, left = fall["total"], remainder(fall)
     first = "trainer as it is against the rollout"
+    if any(bar["name"] == "support" for bar in fall["bars"]):
+        first = "trainer over the whole vocabulary against the rollout, which had top-p or the like"
     why = "what no step takes away: the engine's kernels, or a fault of another kind"
     bars = [(bar, change(bar)) for bar in fall["bars"]]
     return [

@@ -27,6 +27,7 @@ def save_counterfactual(
     written beside it.
     """
     tensors = record_tensors(batch) | routing_tensors(batch, "") | _route_tensors(batch)
+    tensors |= _support_tensors(batch)
     if without_replay is not None:
         assert without_replay.logp_old is not None
         tensors["logp_trainer_native"] = without_replay.logp_old[batch.trainable]
@@ -57,7 +58,17 @@ def record_tensors(batch: TokenBatch) -> dict[str, Tensor]:
         "segment": batch.segment,
         "turn": batch.turn,
     }
+    if batch.logp_vocabulary is not None:
+        columns["logp_vocabulary"] = batch.logp_vocabulary
     return {name: values[batch.trainable] for name, values in columns.items()}
+
+
+def _support_tensors(batch: TokenBatch) -> dict[str, Tensor]:
+    """Return the sets of the n trainable slots: their ids, joined, and how many each slot has."""
+    if batch.support is None:
+        return {}
+    kept = batch.support.at(batch.trainable.nonzero()[:, 0])
+    return {"support_ids": kept.ids, "support_counts": kept.sizes.int()}
 
 
 def _route_tensors(batch: TokenBatch) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from onepolicy.config.policy import PolicyConfig
 from onepolicy.measure.measure import measure_parts
 from onepolicy.measure.result import to_tree
 from onepolicy.record.statistics import Statistics
+from onepolicy.report.measure import waterfall_rows
 from onepolicy.tiny.model import make_dense, make_model
 from onepolicy.verdict.rules import HARMLESS_KL, QUIET_KL
 from support.models import make
@@ -343,3 +344,18 @@ def test_usage(policy, tmp_path, capsys, subtests):
         with subtests.test(words):
             assert main(["measure", *arguments, *settings]) == 2
             assert message in capsys.readouterr().err
+
+
+def test_top_p_has_a_bar_of_what_its_support_is_worth(policy) -> None:
+    """The gap that a trainer over the whole vocabulary has, and that a run has not."""
+    found = measured(policy, "rollout.sampling.top_p=0.8")
+    bar = found.waterfall.bars[0]
+    batch = found.scored.native
+    mask = batch.trainable
+    log_rho = (batch.logp_vocabulary - batch.logp_rollout)[mask].double()
+    assert (bar.name, "sampling support" in bars_of(found)) == ("support", False)
+    assert found.waterfall.total.value == pytest.approx(float((log_rho.expm1() - log_rho).mean()))
+    assert bar.left.value == pytest.approx(found.scored.found.k3, rel=1e-6)
+    assert bar.removed.value > 0.9 * found.waterfall.total.value > 1e-3
+    assert found.verdict.action in ("nothing", "replay"), found.verdict.text()
+    assert "support" in waterfall_rows(to_tree(found))[1]
