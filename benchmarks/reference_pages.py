@@ -281,7 +281,8 @@ def _line(variant: type[Frozen], name: str) -> str:
     if only_kind or classes_of(field.annotation):
         return ""
     node = variant.model_json_schema()["properties"][name]
-    return f"- `{name}` ({values_text(node, _default(variant, name))}): {_description(variant, name)}"
+    values = values_text(node, _default(variant, name))
+    return f"- `{name}` ({values}): {_description(variant, name)}"
 
 
 def _description(variant: type[Frozen], name: str) -> str:
