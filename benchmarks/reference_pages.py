@@ -1,4 +1,4 @@
-"""Generated pages of docs/reference: settings, command line, metrics and presets.
+"""Generated pages of docs/reference: settings, command line and metrics.
 
 `python benchmarks/reference_pages.py` writes them anew, and the table of columns in
 docs/dump_schema.md.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
@@ -17,12 +18,9 @@ from onepolicy.cli.parser import Parser
 from onepolicy.config.base import LARGEST_FLOAT, LARGEST_INT, VARIANT_KEYS, Frozen
 from onepolicy.config.engine import VLLMEngineConfig
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.config.presets import offered_corrections
 from onepolicy.config.run import RunConfig
 from onepolicy.config.serve import ServeConfig
 from onepolicy.config.spelling import classes_of
-from onepolicy.correct.equations import NAMED, show, translations
-from onepolicy.objective.presets import describe_presets
 from onepolicy.record.schema import COLUMNS, ColumnSpec
 from onepolicy.run.log import METRICS
 
@@ -37,17 +35,30 @@ def pages() -> dict[str, str]:
         "settings.md": settings_page(),
         "command_line.md": command_line(),
         "metrics.md": metrics(),
-        "presets.md": presets(),
     }
 
 
 def command_line() -> str:
-    """Return the help of every command as Markdown."""
+    """Return the help of every command as Markdown, what all have in common once."""
     os.environ["COLUMNS"] = WIDTH  # argparse asks it for the width of its lines
-    text = f"# Command line\n\n{WRITTEN}"
+    text = (
+        "# Command line\n\nFor whoever types a command: what it takes, with examples. After it "
+        "you can write any command whole.\n\n"
+        f"{WRITTEN}\n`COMMAND --help` prints the same. Where `a.b=value` stands, any [setting]"
+        "(settings.md) of a recipe may follow, without dashes.\n"
+    )
     for name, parser in _commands("onepolicy", build_parser()):
-        text += f"\n## {name}\n\n```\n{parser.format_help().rstrip()}\n```\n"
+        if name == "onepolicy" or not parser.subcommands():
+            text += f"\n## {name}\n\n```\n{_own_help(parser)}\n```\n"
     return text
+
+
+def _own_help(parser: Parser) -> str:
+    """Return a command's help without its usage, `--help` and what every command has."""
+    text = re.sub(r"\n  -h, --help +show this help message and exit", "", parser.format_help())
+    parts = [part.rstrip() for part in text.split("\n\n")]
+    left_out = ("usage:", "settings:\n  A recipe", "corrections (`onepolicy config preset")
+    return "\n\n".join(p for p in parts if p != "options:" and not p.startswith(left_out))
 
 
 def _commands(name: str, parser: Parser) -> Iterator[tuple[str, Parser]]:
@@ -56,38 +67,52 @@ def _commands(name: str, parser: Parser) -> Iterator[tuple[str, Parser]]:
         yield from _commands(f"{name} {child}", subparser)
 
 
+AREAS = {
+    "train": "Does it learn?",
+    "tools": "What do its tools do?",
+    "program": "What do its programs do? (those that ended in the step)",
+    "mismatch": "How far apart are engine and trainer?",
+    "routing": "How many routers choose other experts?",
+    "replay": "What is replayed?",
+    "repeat": "How noisy is the trainer? Two scorings with the same weights, packed in opposite "
+    "orders (R3 paper, section 3.3).",
+    "correction": "What does the correction do?",
+    "rollout": "What went wrong while sampling?",
+    "quant": "Do the calibrated scales still fit?",
+    "adapter": "Does the engine have the adapter? On a fixed batch, after every sync.",
+    "staleness": "How old are the tokens?",
+    "async": "Who waits?",
+    "time": "Where does the time go? [s]",
+    "sync": "What travels?",
+    "eval": "What can it do?",
+}
+"""Question that the metrics of an area answer."""
+
+
 def metrics() -> str:
-    """Return every column of metrics.jsonl, a table for each area."""
+    """Return every column of metrics.jsonl, a list for each area."""
     text = (
-        f"# Metrics\n\n{WRITTEN}\nA row of `metrics.jsonl` is one step. TensorBoard, W&B and "
-        "trackio show the same names. `rho` is p_trainer / p_rollout of a sampled token; `@k` "
-        "stands for a layer, a turn or a number.\n"
+        "# Metrics\n\nFor whoever reads `metrics.jsonl`, TensorBoard, W&B or trackio: the meaning "
+        "of every name, by the question that it answers.\nAfter it you know what a curve shows.\n\n"
+        f"{WRITTEN}\nA row is one step. `rho` is p_trainer / p_rollout of a sampled token; means "
+        "are over the step's trainable slots; `@k` stands for a layer, a turn or a number. "
+        "Units are in brackets, but for shares and plain numbers.\n"
     )
     areas: dict[str, list[str]] = {}
+    twice: list[str] = []
     for name, description in METRICS.items():
-        meaning, unit = description, ""
-        if description.endswith("]"):
-            meaning, _, unit = description[:-1].rpartition(" [")
-        row = f"| `{name}` | {_cell(meaning)} | {unit} |\n"
-        areas.setdefault(name.split("/")[0], []).append(row)
+        area, _, quantity = name.partition("/")
+        if area == "counterfactual":
+            twice.append(f"`{quantity}`")
+        else:
+            meaning = re.sub(r" \[(1|share|s)\]$", "", description)
+            areas.setdefault(area, []).append(f"- `{name}`: {meaning}\n")
     for area, rows in areas.items():
-        text += f"\n## {area}\n\n| metric | meaning | unit |\n|---|---|---|\n{''.join(rows)}"
-    return text
-
-
-def presets() -> str:
-    """Return every preset with its equation, and the settings of other frameworks for each."""
-    text = f"# Presets\n\n{WRITTEN}\n## Corrections\n"
-    for question, names in offered_corrections().items():
-        text += f"\n### {question}\n"
-        for name in names:
-            title, _, rest = show(name).partition("\n")
-            text += f"\n#### {name}\n\n{title.partition(': ')[2]}\n\n```\n{rest.strip()}\n```\n"
-    text += f"\n## Objectives\n\n```\n{describe_presets()}\n```\n"
-    text += "\n## From another framework\n\nAs `onepolicy config preset --from FRAMEWORK`.\n"
-    for framework, title in NAMED.items():
-        text += f"\n### {title}\n\n```toml\n{translations(framework)}\n```\n"
-    return text
+        text += f"\n## {area}\n{AREAS[area]}\n\n{''.join(rows)}"
+    return text + (
+        "\n## counterfactual\nWhat would it be without replay? `counterfactual/NAME`, of the same "
+        f"batch scored without it (`log.counterfactual_every`): {', '.join(twice)}.\n"
+    )
 
 
 def with_columns(page: str) -> str:
