@@ -140,7 +140,7 @@ def test_a_table_says_what_it_shows_and_which_command_made_it(name: str) -> None
         assert set(table) <= doc_tables.KEYS, table_id
         assert all(set(column) <= doc_tables.COLUMN_KEYS for column in table["columns"]), table_id
         names = {column["name"] for column in table["columns"]}
-        if name != "README":  # docs/results.md has the commands of its numbers
+        if name != "README":  # docs/evidence.md has the commands of its numbers
             assert table.get("commands") or names & {"command", "test"}, table_id
             assert re.match(r"\*\*.+\*\*", table["claim"]), table_id
 

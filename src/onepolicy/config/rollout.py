@@ -57,8 +57,8 @@ class RolloutConfig(Frozen):
     quant: QuantConfig = None
     """Format of the engine's weights, made at every weight sync. Unset or off: unquantised."""
     pressure: PressureConfig = None
-    """Artificial noise on the engine's routers, for studies (docs/pressure.md). Evaluation never
-    has it. Unset or off: none."""
+    """Artificial noise on the engine's routers, for studies (docs/evidence_tables.md). Evaluation
+    never has it. Unset or off: none."""
     prompts_per_step: LargeCount = 8
     """Prompts of a step."""
     group_size: SmallCount = 8
