@@ -234,6 +234,15 @@ def test_a_number_keeps_its_digits() -> None:
     assert doc_tables.heading({"name": "a step", "unit": "s"}) == "a step [s]"
 
 
+def test_a_column_that_is_not_printed_stays_in_the_data() -> None:
+    (head,) = re.findall(
+        r"^\| rollouts .*", doc_tables.block("quantised_measured/falls"), re.MULTILINE
+    )
+    assert head == "| rollouts | method | fell back | largest fall | held-out, last |"
+    rows = doc_tables.values(doc_tables.tables("quantised_measured")["falls"])
+    assert rows[0][2:6] == ["5", "0", "0.029", "0.047"]
+
+
 def test_a_table_takes_numbers_of_another() -> None:
     cell = {"table": "on_policy_proof/exact", "row": "on-policy", "column": "that differ"}
     assert doc_tables.resolved(cell) == "0"
