@@ -57,7 +57,7 @@ class RolloutConfig(Frozen):
     quant: QuantConfig = None
     """Format of the engine's weights, made at every weight sync. Unset or off: unquantised."""
     pressure: PressureConfig = None
-    """Artificial noise on the engine's routers, for studies (docs/pressure.md), never in
+    """Artificial noise on the engine's routers, for studies (docs/evidence_tables.md), never in
     evaluation. Unset or off: none."""
     prompts_per_step: LargeCount = 8
     """Prompts of a step."""
