@@ -23,7 +23,6 @@ GUIDES = [
     "other_trainers",
     "gpus",
     "agents",
-    "quantised",
     "on_policy",
     "reliability",
 ]
