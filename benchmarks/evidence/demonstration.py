@@ -5,8 +5,8 @@
     python benchmarks/evidence/demonstration.py --steps FOLDER ... # the steps of these runs alone
     python benchmarks/evidence/demonstration.py --picture          # docs/figures/demonstration.png
 
-The picture is that of `onepolicy compare` of PICTURED's k3, from the steps in the tree. Writes
-demonstration.json and docs/data/demonstration_steps.csv, in the tree, and the rows of
+The picture is that of `onepolicy compare` of PICTURED's k3, from the steps in the tree. The others
+write demonstration.json and docs/data/demonstration_steps.csv, in the tree, and the rows of
 docs/data/evidence.json that come from them.
 """
 
