@@ -69,7 +69,8 @@ class RunConfig(Frozen):
     """Seed of all random numbers of the run."""
     numerics: Numerics = "fast"
     """on-policy: engine and trainer agree to the bit, or the run stops (docs/on_policy.md). The
-    engine's dtype and lm_head follow the model's; correction is recompute."""
+    engine's dtype and lm_head follow the model's; correction is recompute, with max_staleness
+    the usual one."""
     model: ModelConfig
     """The model that is trained."""
     task: TaskConfig
@@ -130,13 +131,21 @@ class RunConfig(Frozen):
         return not self.correction.bypass
 
     @property
+    def rollout_is_old(self) -> bool:
+        """True if the rollout's log-probabilities are the old policy's, to the bit.
+
+        Tokens of older weights (rollout.max_staleness) have those of other policies.
+        """
+        return self.numerics == ON_POLICY and not self.rollout.overlaps
+
+    @property
     def scores_first(self) -> bool:
         """True if a forward before the update computes them.
 
-        With numerics = on-policy they are the rollout's, which the update's own forward checks.
-        R2 needs the routes of a scoring, too.
+        Where they are the rollout's to the bit, the update's own forward checks it. R2 needs the
+        routes of a scoring, too.
         """
-        exact = self.numerics == ON_POLICY and not isinstance(self.replay, R2)
+        exact = self.rollout_is_old and not isinstance(self.replay, R2)
         return self.scores_old and not exact
 
     @property

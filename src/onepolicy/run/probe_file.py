@@ -18,16 +18,23 @@ MAX_SAVED_ROUTES = 2**20
 
 
 def save_counterfactual(
-    path: Path, batch: TokenBatch, without_replay: TokenBatch | None, fingerprint: str
+    path: Path,
+    batch: TokenBatch,
+    without_replay: TokenBatch | None,
+    fingerprint: str,
+    own: TokenBatch | None = None,
 ) -> None:
     """Write a probe file: tensors of the n trainable slots.
 
     The report draws figures from it, and `onepolicy audit RUN` reads it. Names that end in _native
     are of the scoring without replay. fingerprint: of the trainer; the rollouts' fingerprints are
-    written beside it.
+    written beside it. own: scored under the weights that sampled each token.
     """
     tensors = record_tensors(batch) | routing_tensors(batch, "") | _route_tensors(batch)
     tensors |= _support_tensors(batch)
+    if own is not None:
+        assert own.logp_old is not None
+        tensors["logp_own"] = own.logp_old[own.trainable]
     if without_replay is not None:
         assert without_replay.logp_old is not None
         tensors["logp_trainer_native"] = without_replay.logp_old[batch.trainable]
