@@ -16,7 +16,7 @@ OUTSIDE = ["architecture.md", "stability.md"]
 KINDS = ["Concepts", "Guides", "Reference", "Evidence"]
 GUIDES = [
     "healthy",
-    "measure_my_run",
+    "measure",
     "symptoms",
     "trl",
     "verl",
