@@ -46,7 +46,7 @@ COLUMN_CHECKS = {  # column -> the check that needs it
     "step": "onset of divergence",
 }
 NEEDED_FOR_CORRECTION = {  # column -> why no correction may be recommended without it
-    "entropy": f"Add the column entropy {WITHOUT_ENTROPY} (one line: docs/measure_my_run.md)",
+    "entropy": f"Add the column entropy {WITHOUT_ENTROPY} (one line: docs/audit.md)",
 }
 PROCESSED_IN_VLLM = "logprobs_mode=processed_logprobs makes it return processed log-probabilities"
 GROWS, LEAST_GAP = 5.0, 1e-4
