@@ -84,7 +84,10 @@ def test_a_rollout_of_ones_own_has_the_keys_of_the_page(names):
         return made[-1]
 
     start = filled(blocks()[0]).replace("**GIVEN", "rollout_func=rollout, **GIVEN")
-    exec(compile(start, "docs/trainers.md", "exec"), names | {"rollout": rollout, "model": tiny_moe()})
+    exec(
+        compile(start, "docs/trainers.md", "exec"),
+        names | {"rollout": rollout, "model": tiny_moe()},
+    )
     assert {frozenset(each) for each in made} == {frozenset(keys)}
 
 
