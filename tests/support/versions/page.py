@@ -127,10 +127,8 @@ def _skips(results: dict[str, dict[str, Any]]) -> str:
     reasons = sorted({reason for found in results.values() for reason in found["skipped"]})
     lines = []
     for reason in reasons:
-        cells: dict[int, list[str]] = {}
-        for name, found in results.items():
-            if reason in found["skipped"]:
-                cells.setdefault(found["skipped"][reason], []).append(f"`{name}`")
-        counts = [f"{count} in {', '.join(names)}" for count, names in cells.items()]
-        lines.append(f"- {reason}: {'; '.join(counts)}\n")
+        counts = [
+            found["skipped"][reason] for found in results.values() if reason in found["skipped"]
+        ]
+        lines.append(f"- {reason}: {max(counts)} in a cell, in {len(counts)} cells\n")
     return "".join(lines)
