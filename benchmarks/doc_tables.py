@@ -125,9 +125,10 @@ def block(table_name: str) -> str:
     shown = [column.get("printed", True) for column in table["columns"]]
     head = list(itertools.compress(map(heading, table["columns"]), shown))
     rows = [list(itertools.compress(row, shown)) for row in cells(table)]
-    lines = [head, ["---"] * len(head), *rows]
+    lines = [f"| {' | '.join(line)} |\n" for line in (head, *rows)]
+    lines.insert(1, "|" + "---|" * len(head) + "\n")
     claim = NAMED.sub(lambda match: printed(named(*match.groups())), table["claim"])
-    parts = [wrapped(claim), "".join(f"| {' | '.join(line)} |\n" for line in lines)]
+    parts = [wrapped(claim), "".join(lines)]
     parts.append(wrapped(". ".join(origin(table))))
     body = "\n".join(part for part in parts if part)
     return f"<!-- table: {table_name} -->\n{body}<!-- end -->"

@@ -6,7 +6,7 @@ transformers: older ones lack families
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -233,22 +233,21 @@ def _jetmoe(block: nn.Module, path: str, seen: dict[str, Seen]) -> list:
 
 _HEAD = """# Routing replay by model family
 
-Every MoE causal LM of transformers {newest} and of the older ones from 5.19, as a tiny random model
-on the CPU: 3 x 7 tokens, 8 experts, routers and selection biases perturbed. Two runs each: fp32
-with the stock experts function; bf16 with the eager loop over experts and the setting behind the
-semicolon.
+For whoever asks if their model can be replayed. After this page you know it for every MoE causal LM
+of transformers {newest} and of the older ones from 5.19, each as a tiny random model on the CPU in
+two runs: fp32 with the stock experts function; bf16 with the eager loop over experts and the
+setting behind the semicolon. In every row that does not say otherwise
 
-For whoever asks if their model can be replayed. **Own routes**: the routes that a forward recorded
-are replayed; *bit-equal*: the logits and the gradients of all parameters are the same bits, also
-with activation checkpointing. **Random routes**: random valid routes are replayed; *used*: they are
-the input of the module that computes the experts, with weights other than 0, and every router gets
-a gradient.
+- a model's **own routes**, replayed, keep every bit of the logits and of all gradients, also with
+  activation checkpointing,
+- **random routes**, replayed, are what the experts get, with weights other than 0, and every router
+  gets a gradient.
 
-Written by `PYTHONPATH=tests python -m support.family_results`.
+`PYTHONPATH=tests python -m support.family_results` writes this page;
 `tests/integration/replay/test_families.py` measures it again and compares.
 
-| model type | weights from | MoE layers | own routes | random routes | note |
-|---|---|---|---|---|---|
+| model type | weights from | note |
+|---|---|---|
 """
 _FOOT = """
 ## Refused by `bind_routers`
@@ -278,22 +277,20 @@ def row(family: Family) -> str:
     """Return the family's row of the table, measured."""
     results = [examine(family.model_type, run) for run in (0, 1)]
     first = results[0]
+    equal = all(r.logits and not r.changed and not r.recomputed for r in results)
+    used = all(r.reached and r.moved and r.weighed and r.router_grad for r in results)
+    notes = [
+        "" if equal else "own routes DIFFER",
+        "" if used else "random routes NOT USED",
+        "no checkpointing in transformers" if first.recomputed is None else "",
+        family.note,
+    ]
     cells = [
         f"`{family.model_type}`",
         family.scoring + "".join(f"; `{name}={value}`" for name, value in family.second.items()),
-        f"{', '.join(map(str, first.layers))} of {family.config().num_hidden_layers}",
-        _bits(r.logits and not r.changed and not r.recomputed for r in results)
-        + ("; no checkpointing in transformers" if first.recomputed is None else ""),
-        "used"
-        if all(r.reached and r.moved and r.weighed and r.router_grad for r in results)
-        else "NO",
-        family.note,
+        "; ".join(filter(None, notes)),
     ]
     return "| " + " | ".join(cells) + " |"
-
-
-def _bits(equal: Iterable[bool]) -> str:
-    return "bit-equal" if all(equal) else "DIFFER"
 
 
 if __name__ == "__main__":
