@@ -42,10 +42,10 @@ def command_line() -> str:
     """Return the help of every command as Markdown, what all have in common once."""
     os.environ["COLUMNS"] = WIDTH  # argparse asks it for the width of its lines
     text = (
-        "# Command line\n\nFor whoever types a command: what it takes, with examples. After it "
-        "you can write any command whole.\n\n"
-        f"{WRITTEN}\n`COMMAND --help` prints the same. Where `a.b=value` stands, any [setting]"
-        "(settings.md) of a recipe may follow, without dashes.\n"
+        "# Command line\n\nFor whoever types a command: what it takes. After it you can write any "
+        "command whole.\n\n"
+        f"{WRITTEN}\n`COMMAND --help` prints the same, with examples. Where `a.b=value` stands, any "
+        "[setting](settings.md) of a recipe may follow, without dashes.\n"
     )
     for name, parser in _commands("onepolicy", build_parser()):
         if name == "onepolicy" or not parser.subcommands():
@@ -54,10 +54,10 @@ def command_line() -> str:
 
 
 def _own_help(parser: Parser) -> str:
-    """Return a command's help without its usage, `--help` and what every command has."""
+    """Return a command's help without usage, examples, `--help` and what every command has."""
     text = re.sub(r"\n  -h, --help +show this help message and exit", "", parser.format_help())
     parts = [part.rstrip() for part in text.split("\n\n")]
-    left_out = ("usage:", "settings:\n  A recipe", "corrections (`onepolicy config preset")
+    left_out = ("usage:", "settings:\n", "corrections (`onepolicy config preset", "examples:\n")
     return "\n\n".join(p for p in parts if p != "options:" and not p.startswith(left_out))
 
 
@@ -76,7 +76,7 @@ AREAS = {
     "replay": "What is replayed?",
     "repeat": "How noisy is the trainer? Two scorings with the same weights, packed in opposite "
     "orders (R3 paper, section 3.3).",
-    "correction": "What does the correction do?",
+    "correction": "What does the correction do? Of rho (`ratio_*`) before any bound.",
     "rollout": "What went wrong while sampling?",
     "quant": "Do the calibrated scales still fit?",
     "adapter": "Does the engine have the adapter? On a fixed batch, after every sync.",

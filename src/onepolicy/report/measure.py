@@ -118,6 +118,21 @@ def summary(tree: Tree) -> list[RenderableType]:
     return parts
 
 
+def short_summary(tree: Tree) -> list[RenderableType]:
+    """Return the verdict and k3 of each scoring in a line, for a first look."""
+    verdict = verdict_parts(card(tree))
+    lines = []
+    for name in _scored(tree):
+        found = tree["metrics"][name]
+        line = f"  {SCORINGS[name][0]}: k3 {show('mismatch/k3', found['mismatch/k3'])} nats a token"
+        if name == "without_replay" and "routing/routers" in found:
+            line += f", {show('routing/routers', found['routing/routers'])} of the routes differ"
+        lines.append(Text(line))
+    shown = 2 + bool(card(tree).setting)
+    last = f"Of {tree['model']}. Yours: `onepolicy measure MODEL`. Page: --out FOLDER"
+    return [*verdict[:shown], *lines, Text(last)]
+
+
 def card(tree: Tree) -> Card:
     """Return the verdict, with its prompts where they were not the user's own."""
     found, config = tree["verdict"], tree["config"]
