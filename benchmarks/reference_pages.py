@@ -44,8 +44,8 @@ def command_line() -> str:
     text = (
         "# Command line\n\nFor whoever types a command: what it takes. After it you can write any "
         "command whole.\n\n"
-        f"{WRITTEN}\n`COMMAND --help` prints the same, with examples. Where `a.b=value` stands, any "
-        "[setting](settings.md) of a recipe may follow, without dashes.\n"
+        f"{WRITTEN}\n`COMMAND --help` prints the same, with examples. Where `a.b=value` stands, "
+        "any [setting](settings.md) of a recipe may follow, without dashes.\n"
     )
     for name, parser in _commands("onepolicy", build_parser()):
         if name == "onepolicy" or not parser.subcommands():
