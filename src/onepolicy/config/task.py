@@ -312,7 +312,7 @@ class ProgramTask(EpisodeTask):
     turn."""
     seconds: PositiveFloat = 600.0
     """Wall time of an episode [s]. A program that still runs then is ended."""
-    concurrency: SmallCount = 16
+    concurrency: int = Field(16, gt=0, le=2**12)
     """Programs that run at a time."""
     memory_mib: int = Field(4096, ge=64, le=LARGEST_INT)
     """Data memory of each process [MiB]."""
