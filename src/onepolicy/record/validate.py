@@ -18,8 +18,10 @@ from onepolicy.record.schema import COLUMNS, Array, ColumnSpec, RaggedColumn, Sc
 SMALLEST_LOGP = -1e6
 """A smaller value is a constant that stands for a token that cannot be sampled."""
 LARGEST_ENTROPY = 100.0
-LOGPS = ("logp_rollout", "logp_trainer", "logp_native", "logp_previous", "logp_base")
-LOGPS += ("logp_vocabulary",)
+LOGPS = (
+    *("logp_rollout", "logp_trainer", "logp_native", "logp_previous", "logp_base"),
+    "logp_vocabulary",
+)
 LARGEST_INT = 2**31 - 1
 LARGEST_EXPERT = 2**16 - 1
 LARGEST_SIZES = {"route_layers": 4096, "route_top_k": 256}
