@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import onepolicy.train.learner
+import onepolicy.train.scorer
 from onepolicy.config import ObjectiveConfig, load
 from onepolicy.objective.loss import policy_loss
+from onepolicy.support.trace import SupportTrace
 from support.objective_batches import batch
 from support.paths import ROOT
 
@@ -27,7 +29,7 @@ def study():
         yield importlib.import_module("run"), importlib.import_module("tables")
     finally:
         sys.path.remove(str(FOLDER))
-        for name in ("run", "tables", "page_rows", "turn_rows", "hold_entropy"):
+        for name in ("run", "tables", "page_rows", "turn_rows", "hold_entropy", "drop_supports"):
             sys.modules.pop(name, None)
 
 
@@ -182,6 +184,21 @@ def test_the_bonus_follows_the_entropy(study):
     assert gradients[:2] == pytest.approx([half * 0.5] * 2)
     assert gradients[2:] == pytest.approx([half * (1 - mean / 0.18)] * 2)
     assert onepolicy.train.learner.policy_loss is policy_loss
+
+
+def test_arms_without_support_score_over_the_whole_vocabulary(study, monkeypatch):
+    """Each pair of arms differs in nothing but whether forwards get the sets."""
+    run, scorer = study[0], onepolicy.train.scorer
+    jobs = {job.arm: job for job in planned(study, "supports") if job.seed == 700}
+    for arm in ("support", "support-tis"):
+        assert jobs[arm].settings == jobs[f"no-{arm}"].settings
+    made = batch([1], torch.ones(1, dtype=torch.bool), [0.0])
+    made = made.replace(support=SupportTrace.from_sets([[0, 1]]))
+    monkeypatch.setattr(scorer, "forward", lambda model, given: given.support)
+    for arm, found in (("no-support", None), ("support", made.support), ("no-support-tis", None)):
+        with run.intervention(arm):
+            assert scorer.forward(None, made) is found
+        assert scorer.forward(None, made) is made.support
 
 
 def test_growth_is_last_tenth_by_first_tenth_of_k3_without_replay(tables):
