@@ -149,9 +149,9 @@ Written by `python benchmarks/reference_pages.py` from the models in `src/onepol
 compares them.
 
 `section.key` is `key` in the table `[section]` of the TOML file. Brackets hold the default, then
-other choices or bounds (a whole number is at least 1 without any); *unset*: leave it out.
-`onepolicy config RECIPE` prints what results. Settings that contradict each other are an error; one
-that changes nothing is named on stderr.
+other choices or bounds (a whole number is at least 1 without any; what has no type is text).
+*unset*: leave it out. `onepolicy config RECIPE` prints what results. Settings that contradict each
+other are an error; one that changes nothing is named on stderr.
 """
 COMMANDS: tuple[tuple[str, type[Frozen], type[Frozen] | None, str], ...] = (
     (
@@ -336,7 +336,7 @@ def values_text(node: dict[str, Any], default: str) -> str:
         others = [f"`{json.dumps(each)}`" for each in node["enum"]]
         return ", ".join([default, *(each for each in others if each != default)])
     words = [default]
-    if default in ("required", "unset", "`[]`"):
+    if default in ("required", "unset", "`[]`") and node["type"] != "string":
         words.append(type_text(node))  # the default does not show it
     if node["type"] in ("integer", "number"):
         words += _bounds(node)

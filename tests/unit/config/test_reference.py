@@ -72,7 +72,7 @@ def test_defaults_and_bounds_in_brackets():
         ("`0.5`, >0", "`0.5`", {"type": "number", "exclusiveMinimum": 0, "maximum": 1e12}),
         ("`0.0`, ≥0, <1", "`0.0`", {"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
         ("unset, number", "unset", {"anyOf": [{"type": "number"}, {"type": "null"}]}),
-        ("unset, text", "unset", {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+        ("unset", "unset", {"anyOf": [{"type": "string"}, {"type": "null"}]}),
         ('`"b"`, `"a"`', '`"b"`', {"enum": ["a", "b"]}),
         ('required, `"a"`, `"b"`', "required", {"enum": ["a", "b"]}),
         ("unset, list of texts", "unset", {"type": "array", "items": {"type": "string"}}),
