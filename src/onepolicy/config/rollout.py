@@ -57,8 +57,8 @@ class RolloutConfig(Frozen):
     quant: QuantConfig = None
     """Format of the engine's weights, made at every weight sync. Unset or off: unquantised."""
     pressure: PressureConfig = None
-    """Artificial noise on the engine's routers, for studies (docs/pressure.md), never in
-    evaluation. Unset or off: none."""
+    """Artificial noise on the engine's routers, for studies, never in evaluation
+    (docs/pressure.md). Unset or off: none."""
     prompts_per_step: LargeCount = 8
     """Prompts of a step."""
     group_size: SmallCount = 8
