@@ -68,9 +68,9 @@ def test_defaults_and_bounds_in_brackets():
     for text, default, schema in (
         ("required, integer", "required", {"type": "integer", "exclusiveMinimum": 0}),
         ("`8`", "`8`", {"type": "integer", "minimum": 1, "maximum": 2**16}),
-        ("`0`, ≥0, ≤16", "`0`", {"type": "integer", "minimum": 0, "maximum": 16}),
-        ("`0.5`, >0", "`0.5`", {"type": "number", "exclusiveMinimum": 0, "maximum": 1e12}),
-        ("`0.0`, ≥0, <1", "`0.0`", {"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
+        ("`0`, ≤16", "`0`", {"type": "integer", "minimum": 0, "maximum": 16}),
+        ("`0.5`, >0.1", "`0.5`", {"type": "number", "exclusiveMinimum": 0.1, "maximum": 1e12}),
+        ("`0.0`, <1", "`0.0`", {"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
         ("unset, number", "unset", {"anyOf": [{"type": "number"}, {"type": "null"}]}),
         ("unset", "unset", {"anyOf": [{"type": "string"}, {"type": "null"}]}),
         ('`"b"`, `"a"`', '`"b"`', {"enum": ["a", "b"]}),
