@@ -149,9 +149,9 @@ Written by `python benchmarks/reference_pages.py` from the models in `src/onepol
 compares them.
 
 `section.key` is `key` in the table `[section]` of the TOML file. Brackets hold the default, then
-other choices or bounds (a whole number is at least 1 without any); *unset*: leave it out.
-`onepolicy config RECIPE` prints what results. Settings that contradict each other are an error; one
-that changes nothing is named on stderr.
+other choices or bounds; no number may be negative but returns and bounds of gates, and what has
+no type is text. *unset*: leave it out. `onepolicy config RECIPE` prints what results. Settings that
+contradict each other are an error; one that changes nothing is named on stderr.
 """
 COMMANDS: tuple[tuple[str, type[Frozen], type[Frozen] | None, str], ...] = (
     (
@@ -336,7 +336,7 @@ def values_text(node: dict[str, Any], default: str) -> str:
         others = [f"`{json.dumps(each)}`" for each in node["enum"]]
         return ", ".join([default, *(each for each in others if each != default)])
     words = [default]
-    if default in ("required", "unset", "`[]`"):
+    if default in ("required", "unset", "`[]`") and node["type"] != "string":
         words.append(type_text(node))  # the default does not show it
     if node["type"] in ("integer", "number"):
         words += _bounds(node)
@@ -361,12 +361,13 @@ def type_text(node: dict[str, Any]) -> str:
 
 
 def _bounds(node: dict[str, Any]) -> list[str]:
-    """Return the bounds of a number but for largest values that are far above any use."""
+    """Return the bounds of a number but for 0, 1 of whole ones, and those far above any use."""
     signs = {"exclusiveMinimum": ">", "minimum": "≥", "maximum": "≤", "exclusiveMaximum": "<"}
+    usual = {0, *UNBOUNDED}
+    if node["type"] == "integer":
+        usual.add(1)
     bounds = {sign: node[name] for name, sign in signs.items() if name in node}
-    if node["type"] == "integer" and (bounds.get(">") == 0 or bounds.get("≥") == 1):
-        bounds = {"≤": bounds["≤"]} if "≤" in bounds else {}
-    return [f"{sign}{_number(bound)}" for sign, bound in bounds.items() if bound not in UNBOUNDED]
+    return [f"{sign}{_number(bound)}" for sign, bound in bounds.items() if bound not in usual]
 
 
 def _number(value: float) -> str:

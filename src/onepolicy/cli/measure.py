@@ -160,11 +160,8 @@ def run_measure(arguments: argparse.Namespace) -> int:
 
 def is_first_look(arguments: argparse.Namespace) -> bool:
     """Return whether it is `measure --tiny` with nothing that asks for a number of its own."""
-    more = (
-        *("model", "overrides", "recipe", "engine", "prompts", "engine_model"),
-        *("quant", "pressure", "numerics", "dense", "top"),
-    )
-    return arguments.tiny and not any(getattr(arguments, name) for name in more)
+    more = "model overrides recipe engine prompts engine_model quant pressure numerics dense top"
+    return arguments.tiny and not any(getattr(arguments, name) for name in more.split())
 
 
 def _model_and_overrides(arguments: argparse.Namespace) -> tuple[str | None, list[str]]:

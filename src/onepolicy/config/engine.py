@@ -58,13 +58,13 @@ class HFEngineConfig(Frozen):
     dtype: Dtype = "bfloat16"
     """Dtype of the engine's own copy of the weights."""
     lm_head: LmHead = "same"
-    """float32: the vocabulary projection alone, from unrounded weights."""
+    """Dtype of the vocabulary projection: that of the layers, or float32 (docs/engines.md)."""
     max_num_seqs: SmallCount = 64
     """Most sequences decoded at once. A finished one makes room for the next."""
     max_len: Tokens | None = None
-    """Most tokens of a sequence. Unset: the model's context length."""
+    """Most tokens of a sequence. Unset: the model's context length, less what a server reserves."""
     enable_prefix_caching: bool = True
-    """Copy keys, values and routes of a shared prefix instead of computing them again."""
+    """Keep keys, values and routes of shared prefixes."""
 
 
 class VLLMEngineConfig(Frozen):
@@ -82,13 +82,13 @@ class VLLMEngineConfig(Frozen):
     dtype: Dtype = "bfloat16"
     """Dtype of the engine's own copy of the weights."""
     lm_head: LmHead = "same"
-    """float32: the vocabulary projection alone, from rounded weights (vLLM's head_dtype)."""
+    """Dtype of the vocabulary projection: that of the layers, or float32 (docs/engines.md)."""
     max_num_seqs: SmallCount = 64
     """Most sequences decoded at once. A finished one makes room for the next."""
     max_len: Tokens | None = None
-    """Most tokens of a sequence. Unset: the model's context length."""
+    """Most tokens of a sequence. Unset: the model's context length, less what a server reserves."""
     enable_prefix_caching: bool = True
-    """Keep keys, values and routes of shared prefixes, in whole blocks."""
+    """Keep keys, values and routes of shared prefixes."""
     block_size: Tokens | None = None
     """Tokens of a block of the KV cache. Unset: vLLM's own choice (128 on the CPU)."""
     kv_cache_gib: PositiveFloat | None = None
@@ -116,14 +116,13 @@ class ServerEngineConfig(Frozen):
     token_env: str | None = None
     """Environment variable with the server's token. Unset: only for a server on this machine."""
     dtype: Dtype = "bfloat16"
-    """Dtype that the server was started with. Another one is refused."""
+    """Dtype that the server was started with; another one is refused."""
     lm_head: LmHead = "same"
-    """Dtype of the server's vocabulary projection. Another one is refused."""
+    """Dtype of the vocabulary projection: that of the layers, or float32 (docs/engines.md)."""
     max_num_seqs: SmallCount = 64
     """Most requests in flight at once, at each server."""
     max_len: Tokens | None = None
-    """Most tokens of a sequence. Unset: the model's context length, less what the server
-    reserves."""
+    """Most tokens of a sequence. Unset: the model's context length, less what a server reserves."""
     timeout_s: PositiveFloat = 600.0
     """Seconds for an attempt of a request, or a bucket or file of weights. While tokens are
     sampled: of silence, after which `/health` must answer. All attempts take at most this much
@@ -185,8 +184,7 @@ class SGLangConfig(ServerEngineConfig):
     """Address of the server, or of several: a list, file:PATH with one a line, or
     dns:http://NAME:PORT."""
     lm_head: LmHead = "same"
-    """float32: the server was started with --enable-fp32-lm-head; it computes from rounded
-    weights."""
+    """Dtype of the vocabulary projection: that of the layers, or float32 (docs/engines.md)."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
     """Requests that run while weights are loaded: abort and go on from their tokens, retract
     (compute the cache again), in_place (keep the old weights' cache)."""

@@ -34,7 +34,7 @@ class ChainTask(Frozen):
     ops: SmallCount = 12
     """Operations per problem."""
     seed: Seed = 0
-    """Seed of the problems."""
+    """Seed of problems, their order or episodes."""
 
 
 class GymTask(Frozen):
@@ -45,11 +45,11 @@ class GymTask(Frozen):
     name: str
     """Name of the data set, e.g. `chain_sum`."""
     params: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments of the data set's own config."""
+    """Keyword arguments of the data set or environment."""
     seed: Seed = 0
-    """Seed of the problems."""
+    """Seed of problems, their order or episodes."""
     threshold: float = Field(1.0, gt=0, le=1)
-    """Least score that counts as solved in accuracy. The reward is the score itself."""
+    """Least reward that counts as solved in accuracy."""
 
 
 class JsonlTask(Frozen):
@@ -70,7 +70,7 @@ class JsonlTask(Frozen):
     """Text before the answer in a response, e.g. `####`. Empty: the whole response is the
     answer."""
     seed: Seed = 0
-    """Seed of the problems' order."""
+    """Seed of problems, their order or episodes."""
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
@@ -167,8 +167,7 @@ class ReActTask(DialogueTask):
     reply_chars: Count = 1000
     """Longest reply of a tool [characters]. The rest is cut."""
     instructions: str | None = None
-    """Text before every question. Unset: the tools and how to call them, unless the chat template
-    says so."""
+    """Text before the problem. Unset: what there is to do, unless the chat template says so."""
 
     @property
     def threshold(self) -> float:
@@ -195,7 +194,7 @@ class GymnasiumTask(DialogueTask):
     id: str
     """Name in gymnasium's registry, e.g. `FrozenLake-v1`."""
     params: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments of gymnasium.make."""
+    """Keyword arguments of the data set or environment."""
     returns: tuple[float, float]
     """Returns (sums of rewards) that earn 0 and 1, linear between, cut beyond."""
     observation: Literal["words", "ansi"] = "words"
@@ -204,11 +203,11 @@ class GymnasiumTask(DialogueTask):
     actions: tuple[str, ...] | None = None
     """Names of a Discrete space's actions, in order. Unset: toy_text's own, else the numbers."""
     instructions: str | None = None
-    """Text before the first observation. Unset: the rules where they are known, and how to act."""
+    """Text before the problem. Unset: what there is to do, unless the chat template says so."""
     seed: Seed = 0
-    """Seed of the episodes."""
+    """Seed of problems, their order or episodes."""
     threshold: float = Field(1.0, gt=0, le=1)
-    """Least reward that counts as solved."""
+    """Least reward that counts as solved in accuracy."""
 
     @model_validator(mode="after")
     def _check_environment(self) -> Self:
@@ -236,16 +235,16 @@ class TextArenaTask(DialogueTask):
     """Name in textarena's registry, e.g. `GuessTheNumber-v0`. Played without textarena's
     wrappers."""
     params: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments of textarena.make."""
+    """Keyword arguments of the data set or environment."""
     returns: tuple[float, float] = (0.0, 1.0)
     """Results that earn 0 and 1, linear between, cut beyond. A lost game has its share of
     completion."""
     instructions: str = ""
     """Text before the game's own rules."""
     seed: Seed = 0
-    """Seed of the games."""
+    """Seed of problems, their order or episodes."""
     threshold: float = Field(1.0, gt=0, le=1)
-    """Least reward that counts as solved."""
+    """Least reward that counts as solved in accuracy."""
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
@@ -265,9 +264,9 @@ class VerifiersTask(DialogueTask):
     """Weighted sums of rewards that earn 0 and 1, linear between, cut beyond. Unset: the sum is the
     reward."""
     seed: Seed = 0
-    """Seed of the episodes."""
+    """Seed of problems, their order or episodes."""
     threshold: float = Field(1.0, gt=0, le=LARGEST_FLOAT)
-    """Least reward that counts as solved."""
+    """Least reward that counts as solved in accuracy."""
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
@@ -306,10 +305,9 @@ class ProgramTask(EpisodeTask):
     result_file: str | None = None
     """File in its working folder with the answer or number. Unset: what it prints."""
     max_turns: SmallCount = 64
-    """Most model turns of an episode, all conversations together. Later requests are refused."""
+    """Most model turns of an episode, all conversations together; later requests are refused."""
     max_tokens: Tokens | None = None
-    """Most sampled tokens of an episode. Later requests are refused. Unset: the context of each
-    turn."""
+    """Most sampled tokens of an episode; later requests are refused. Unset: the context."""
     seconds: PositiveFloat = 600.0
     """Wall time of an episode [s]. A program that still runs then is ended."""
     concurrency: int = Field(16, gt=0, le=2**12)
