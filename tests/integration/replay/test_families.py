@@ -38,7 +38,6 @@ from support.family_results import DOCS, examine, listed, page, row
 from support.replay_models import build, experts_inputs, tokens
 from support.replay_steps import ROWS, routes_of
 
-
 WRITE = "run: PYTHONPATH=tests python -m support.family_results"
 
 
