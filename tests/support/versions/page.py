@@ -10,6 +10,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from support.paths import ROOT
 
 FOLDER = Path(__file__).parent
@@ -31,8 +33,8 @@ Each row is a venv in which the library's tests ran on a CPU (*tests*: the row o
 `make test-versions-fast` a part in {fast}; `PYTHONPATH=tests python -m
 support.versions.cells page` writes this page from the results.
 
-| cell | Python | torch | transformers | numpy | pydantic | tests | passed | skipped | failed |
-|---|---|---|---|---|---|---|---|---|---|
+| cell | Python | torch | transformers | tests | passed | skipped | failed |
+|---|---|---|---|---|---|---|---|
 """
 _FAMILIES = """
 ## Model families
@@ -68,6 +70,8 @@ def page() -> str:
     parts = [
         _HEAD.format(torch=oldest["torch"], transformers=oldest["transformers"], fast=fast),
         *(_row(name, results.get(name)) for name in cells),
+        f"\nPython {_span(results, 'python')}, numpy {_span(results, 'numpy')}, "
+        f"pydantic {_span(results, 'pydantic')}.\n",
         _FAMILIES,
         _families(results),
         _REFUSED,
@@ -83,6 +87,12 @@ def write() -> None:
     DOCS.write_text(page() + LICENCES + licences, encoding="utf-8")
 
 
+def _span(results: dict[str, dict[str, Any]], package: str) -> str:
+    """Return the oldest and the newest version of the cells."""
+    found = sorted({each[package] for each in results.values()}, key=Version)
+    return f"{found[0]} to {found[-1]}"
+
+
 def _file(name: str) -> Path:
     return FOLDER / "results" / f"{name}.json"
 
@@ -94,8 +104,8 @@ def _read(name: str) -> dict[str, Any]:
 
 def _row(name: str, found: dict[str, Any] | None) -> str:
     if found is None:
-        return f"| `{name}` | not run yet |{' |' * 8}\n"
-    keys = ("python", "torch", "transformers", "numpy", "pydantic", "tests")
+        return f"| `{name}` | not run yet |{' |' * 6}\n"
+    keys = ("python", "torch", "transformers", "tests")
     versions = [found[key] for key in keys]
     counts = [found["passed"], sum(found["skipped"].values()), len(found["failed"])]
     return f"| `{name}` | {' | '.join(map(str, [*versions, *counts]))} |\n"
