@@ -8,7 +8,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from onepolicy.models.layer_kinds import ATTENTION, LAYER_KINDS, layer_kinds
 from onepolicy.models.recurrent.layers import Recurrent, install_recurrent
-from onepolicy.models.recurrent.segments import Row, Segments
+from onepolicy.models.recurrent.segments import Row, Segments, States
+
+TOKENS = 2  # with which a layer is called: one token would be decoded
 
 
 def cached_elements(text: PreTrainedConfig, layer: int) -> int:
@@ -35,30 +37,18 @@ def cached_elements(text: PreTrainedConfig, layer: int) -> int:
 def state_bytes(empty: PreTrainedModel) -> int:
     """Return the bytes of the states that a sequence has in recurrent layers of known operators.
 
-    empty: the model of meta or fake tensors, where each such layer is called on one token.
+    empty: the model of meta or fake tensors, where each such layer is called on a few tokens.
     """
     if not install_recurrent(empty):
         return 0
-    sizes = _Sizes()
+    tables: dict[tuple[int, str], Tensor] = {}
     width = empty.config.get_text_config().hidden_size
-    hidden = next(empty.parameters()).new_empty(1, 1, width)
-    for layer in empty.modules():
+    hidden = next(empty.parameters()).new_empty(1, TOKENS, width)
+    one_row = torch.zeros(1, dtype=torch.int64, device=hidden.device)
+    for index, layer in enumerate(empty.modules()):
         if isinstance(layer, Recurrent):
-            layer.row = Row(Segments((1,), hidden.device), sizes)
+            layer.row = Row(Segments((TOKENS,), hidden.device), States(tables, index, 1, one_row))
             with torch.no_grad():
                 layer(hidden)
             layer.row = None
-    return sizes.bytes
-
-
-class _Sizes:
-    """States that are only measured."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def read(self, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return x.new_zeros(1, *shape)
-
-    def write(self, name: str, states: Tensor) -> None:
-        self.bytes += states.numel() * states.element_size()
+    return sum(table.numel() * table.element_size() for table in tables.values())

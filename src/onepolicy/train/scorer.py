@@ -236,6 +236,7 @@ class ScoreBuffer:
         if scored.entropy_support is not None:
             found["entropy"] = scored.entropy_support
             found |= {"entropy_vocabulary": scored.entropy, "displaced": scored.displaced}
+            found["logp_vocabulary"] = scored.logp_vocabulary
         if scored.top is not None and scored.trainer_top is not None:
             found |= zip(TOP_FIELDS, (scored.top, *scored.trainer_top), strict=True)
         computed = slice(None) if scored.row_of is None else scored.row_of.cpu()

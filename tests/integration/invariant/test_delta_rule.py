@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from onepolicy.invariant.delta_rule import OPEN, delta_rule
-from onepolicy.invariant.switch import TILE
+from onepolicy.invariant.delta_rule import delta_rule
 from onepolicy.models.decode_attention import KVCacheStep
 from onepolicy.models.recurrent import delta_rule as fast
 from onepolicy.models.recurrent.segments import Row, Segments
@@ -75,18 +74,16 @@ def fed_by_an_engine(tokens, lengths, *, seed):
         for i, piece in zip(widths, out.split(list(widths.values()), 1), strict=True):
             outs[i].append(piece)
             fed[i] += widths[i]
-    return torch.cat([torch.cat(pieces, 1) for pieces in outs], 1), cache
+    return torch.cat([torch.cat(pieces, 1) for pieces in outs], 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_decoding_and_pieces_of_a_prefill_have_the_bits_of_training(shape, dtype):
     tokens = tokens_of(LENGTHS, shape, dtype)
-    found, cache = fed_by_an_engine(tokens, LENGTHS, seed=len(shape))
-    assert torch.equal(found, packed(tokens, LENGTHS))
-    held = cache.states[0, OPEN]
-    for row, length in enumerate(LENGTHS):  # tokens since the last whole chunk, then zeros
-        assert int(held[row].flatten(1).any(-1).sum()) == length % TILE
+    for seed in range(3):
+        found = fed_by_an_engine(tokens, LENGTHS, seed=seed)
+        assert torch.equal(found, packed(tokens, LENGTHS))
 
 
 def test_the_fast_rule_decodes_other_bits():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,6 +83,7 @@ class Segments:
     fed: Tensor | None = None  # [S] int64, tokens of each sample in earlier rows; None: none
     _chunks: dict[tuple[int, bool], Chunks] = field(default_factory=dict)
     _tables: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    memo: dict[Any, Any] = field(default_factory=dict)  # what an operator made for all layers
 
     def chunks(self, size: int) -> Chunks:
         """Return the row's chunks of `size` tokens, made once."""
@@ -152,19 +153,38 @@ class Segments:
         )
 
 
-class States(Protocol):
-    """States that samples bring along and leave behind, as a decoding engine keeps them."""
+@dataclass(frozen=True, slots=True)
+class States:
+    """A layer's states of an engine's rows, which samples bring along and leave behind."""
+
+    tables: dict[tuple[int, str], Tensor]  # (layer, name) -> [num_rows, ...]; grows
+    layer: int
+    num_rows: int
+    rows: Tensor  # [S] int64, each sample's row of the tables
+    begins: Tensor | None = None  # [S] bool, True where no token was fed before; None: nowhere
+
+    def table(self, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the states [num_rows, *shape] of all rows, which a decoding operator may change.
+
+        They have x's dtype and device.
+        """
+        if (self.layer, name) not in self.tables:
+            self.tables[self.layer, name] = x.new_zeros(self.num_rows, *shape)
+        return self.tables[self.layer, name]
 
     def read(self, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the states [S, *shape] before the samples' first tokens, of x's dtype and device.
+        """Return a copy of the states [S, *shape] before the samples' first tokens.
 
-        They are a copy, and zeros where a sample is new.
+        They are zeros where a row begins.
         """
-        ...
+        found = self.table(name, x, shape).index_select(0, self.rows)
+        if self.begins is None:
+            return found
+        return found.masked_fill_(self.begins.view(-1, *(1 for _ in shape)), 0.0)
 
     def write(self, name: str, states: Tensor) -> None:
-        """Keep the samples' states after their last token."""
-        ...
+        """Keep the samples' states [S, ...] after their last token."""
+        self.table(name, states, states.shape[1:]).index_copy_(0, self.rows, states)
 
 
 @dataclass(frozen=True, slots=True)

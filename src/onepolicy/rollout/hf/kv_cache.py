@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onepolicy.models.decode_attention import KEY_BLOCK, KVCacheStep
 from onepolicy.models.packed_attention import round_up
-from onepolicy.models.recurrent.segments import Row, Segments
+from onepolicy.models.recurrent.segments import Row, Segments, States
 from onepolicy.types import id_dtype
 
 
@@ -110,8 +110,9 @@ class KVCache:
         assert self._step is not None
         if self._feeding is None:
             self._feeding = _Feeding.of(self._step)
-        states = _LayerStates(self.states, layer, self.num_rows, self._feeding)
-        return Row(self._feeding.segments, states)
+        feeding = self._feeding
+        states = States(self.states, layer, self.num_rows, feeding.rows, feeding.begins)
+        return Row(feeding.segments, states)
 
     # The public interface of transformers' Cache
 
@@ -222,26 +223,3 @@ class _Feeding:
         fed = step.positions[first]
         segments = Segments(tuple(step.bounds.diff().tolist()), step.rows.device, fed)
         return cls(segments, step.rows[first], fed == 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerStates:
-    """States of a layer's rows, which a forward reads before its tokens and writes after them."""
-
-    states: dict[tuple[int, str], Tensor]
-    layer: int
-    num_rows: int
-    feeding: _Feeding
-
-    def read(self, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the states [S, *shape] before the step's tokens; zeros where a row begins."""
-        if (self.layer, name) not in self.states:
-            self.states[self.layer, name] = x.new_zeros(self.num_rows, *shape)
-        found = self.states[self.layer, name].index_select(0, self.feeding.rows)
-        if self.feeding.begins is None:
-            return found
-        return found.masked_fill_(self.feeding.begins.view(-1, *(1 for _ in shape)), 0.0)
-
-    def write(self, name: str, states: Tensor) -> None:
-        """Keep the states after the step's tokens."""
-        self.states[self.layer, name].index_copy_(0, self.feeding.rows, states)
