@@ -7,6 +7,7 @@ the command; the others make the calls that it announces, until the run ends.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -32,7 +33,6 @@ from onepolicy.sync.messages import validate_message
 from onepolicy.train.sharded.rank import RankLearner
 from onepolicy.train.sharded.ranks import (
     FAILED,
-    GRACE_S,
     POLL_S,
     Call,
     RankLost,
@@ -44,6 +44,8 @@ TORCHRUN_RENDEZVOUS = "env://"
 SETTINGS_KEY = "settings"  # in the ranks' store, written by rank 0
 JOIN_TIMEOUT_S = 300.0
 """Seconds until rank 0 has left its settings; later waits: train.rank_timeout."""
+REPORT_S = 30.0
+"""Seconds that rank 0 has to report why it fails. Its end then ends the others before."""
 REPORTED_ERRORS = (UsageError, TrainingError, RuntimeError, OSError)
 """Errors that a rank reports before it ends: our own, a failed collective, a full disk."""
 
@@ -194,7 +196,10 @@ def run_launched_rank() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank_info = RankInfo.from_environment()
     assert rank_info is not None
-    return run_rank(rank_info, open_rendezvous(rank_info, JOIN_TIMEOUT_S))
+    status = run_rank(rank_info, open_rendezvous(rank_info, JOIN_TIMEOUT_S))
+    if status:
+        time.sleep(REPORT_S)
+    return status
 
 
 def run_placed_rank(rank: int, world_size: int, store: tuple[str, int]) -> None:
@@ -217,12 +222,11 @@ def run_rank(rank_info: RankInfo, store: dist.Store) -> int:
                 f"{settings['release']}; install the same release on every machine"
             )
         ranks = rank_info.join(store, settings)
+        logging.getLogger("onepolicy").setLevel(logging.ERROR)  # rank 0 warns of the same
         try:
             _repeat_calls(ranks)
         finally:
             ranks.end()
-        if ranks.failed:
-            time.sleep(GRACE_S)  # rank 0 reports why
         return int(ranks.failed)
     except REPORTED_ERRORS as error:
         text = f"rank {rank_info.rank} ({_this_process()}): {error}"

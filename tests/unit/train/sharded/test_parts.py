@@ -3,6 +3,7 @@ settings."""
 
 import dataclasses
 import json
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onepolicy import __version__
 from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.launch import ranks as launch_ranks
 from onepolicy.launch.launcher import apply_torchrun_ranks
@@ -265,6 +267,22 @@ def test_another_rank_knows_how_the_run_has_ended(ranks, monkeypatch):
         monkeypatch.setattr(ranks_module.dist, "broadcast", broadcast)
         assert second.next_call() is None
         assert second.failed == failed
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_another_rank_leaves_warnings_to_rank_0_and_says_if_it_failed(failed, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "onepolicy")  # and back at the end
+    store = dist.HashStore()
+    settings = {"limit": 1.0, "device": "cpu", "release": __version__}
+    store.set(launch_ranks.SETTINGS_KEY, json.dumps(settings))
+
+    def next_call():
+        logging.getLogger("onepolicy.train").warning("an update was skipped")
+
+    ranks = SimpleNamespace(next_call=next_call, end=lambda: None, failed=failed)
+    monkeypatch.setattr(RankInfo, "join", lambda *_: ranks)
+    assert launch_ranks.run_rank(RankInfo(1, 2, 1), store) == failed
+    assert caplog.text == ""
 
 
 def test_a_rank_that_does_not_come_is_named():
