@@ -241,7 +241,7 @@ def _this_process() -> str:
 
 def _repeat_calls(ranks: Ranks) -> None:
     learner: RankLearner | None = None
-    while (call := ranks.next_call()) is not None:
+    for call in iter(ranks.next_call, None):
         with ranks.repeating():
             if call.name == BUILD:
                 learner = _build_learner(call, ranks)
