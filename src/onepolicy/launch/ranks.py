@@ -31,14 +31,7 @@ from onepolicy.models.load import parse_device
 from onepolicy.sync.group import join_store
 from onepolicy.sync.messages import validate_message
 from onepolicy.train.sharded.rank import RankLearner
-from onepolicy.train.sharded.ranks import (
-    FAILED,
-    POLL_S,
-    Call,
-    RankLost,
-    Ranks,
-    process_key,
-)
+from onepolicy.train.sharded.ranks import POLL_S, Call, RankLost, Ranks, process_key
 
 TORCHRUN_RENDEZVOUS = "env://"
 SETTINGS_KEY = "settings"  # in the ranks' store, written by rank 0
@@ -149,12 +142,15 @@ def joined_ranks(config: RunConfig, launch: LaunchRanks | None = None) -> Iterat
         launched.store.set(SETTINGS_KEY, json.dumps(settings))
         _await_ranks(launched, limit)
         ranks = launched.rank_info.join(launched.store, settings, launched.check_alive)
+        failed = True
         try:
             yield ranks
-        except BaseException:
-            ranks.end(FAILED)
+            failed = False
+        except KeyboardInterrupt:
+            failed = False
             raise
-        ranks.end()
+        finally:
+            ranks.end(failed=failed)
 
 
 def _await_ranks(launched: LaunchedRanks, limit: float) -> None:

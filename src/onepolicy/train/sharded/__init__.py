@@ -1,1 +1,1 @@
-"""The learner on several ranks: FSDP2, with rank 0 as the driver of the other ranks."""
+"""The learner on several ranks: FSDP2. Rank 0 runs the loop; all ranks make its calls."""

@@ -25,8 +25,7 @@ from onepolicy.types import TokenBatch
 GRACE_S = 3.0
 """Seconds until a failure is reported: whoever started the ranks knows a death first."""
 POLL_S = 0.05
-ENDED, FAILED = 0, -1
-"""What rank 0 says in place of the size of its next call."""
+ENDED_KEY = "ended"  # in the ranks' store: rank 0 has ended without an error
 UNLIMITED = timedelta(days=365)
 """Timeout of the wait for rank 0's next call. It ends when rank 0 does."""
 
@@ -103,11 +102,13 @@ class Ranks:
 
         `failed` says how.
         """
-        size = torch.full((1,), FAILED, dtype=torch.int64, device="cpu")
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         with suppress(RuntimeError):  # rank 0 has gone; whoever started it says why
             dist.broadcast(size, 0, group=self._calls)
-        if size <= 0:
-            self.failed = bool(size == FAILED)
+        if not size:
+            self.failed = True
+            with suppress(RuntimeError):  # the store has gone too
+                self.failed = not self._store.check([ENDED_KEY])
             return None
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         dist.broadcast(data, 0)
@@ -184,13 +185,15 @@ class Ranks:
             "checkpoint"
         ) from error
 
-    def end(self, said: int = ENDED) -> None:
-        """Leave the others. On rank 0: tell them that the run has ended, or FAILED."""
+    def end(self, *, failed: bool = False) -> None:
+        """Leave the others. On rank 0: tell them that the run has ended, and whether it failed."""
         if self.rank == 0:
             with suppress(RuntimeError):
                 self._store.set(self._failure_key(0), "")
-                last = torch.full((1,), said, dtype=torch.int64, device="cpu")
-                work = dist.broadcast(last, 0, group=self._calls, async_op=True)
+                if not failed:
+                    self._store.set(ENDED_KEY, "")
+                ended = torch.zeros(1, dtype=torch.int64, device="cpu")
+                work = dist.broadcast(ended, 0, group=self._calls, async_op=True)
                 work.wait(timedelta(seconds=GRACE_S))
         dist.destroy_process_group()
 

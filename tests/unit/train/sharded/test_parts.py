@@ -261,12 +261,14 @@ def test_another_rank_knows_how_the_run_has_ended(ranks, monkeypatch):
     def gone(*_, **__):
         raise CLOSED
 
-    for said, failed in ((ranks_module.ENDED, False), (ranks_module.FAILED, True), (None, True)):
-        second = ranks(1)
-        broadcast = gone if said is None else lambda size, *_, said=said, **__: size.fill_(said)
+    second = ranks(1)
+    for broadcast in (ranks_module.dist.broadcast, gone):  # of a 0, or of a rank 0 that is killed
         monkeypatch.setattr(ranks_module.dist, "broadcast", broadcast)
         assert second.next_call() is None
-        assert second.failed == failed
+        assert second.failed
+    second._store.set(ranks_module.ENDED_KEY, "")
+    assert second.next_call() is None
+    assert not second.failed
 
 
 @pytest.mark.parametrize("failed", [False, True])
