@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.gateway.history import History
+from onepolicy.gateway.tree import breaks_of
 from onepolicy.record.export import write_step
 from onepolicy.types import RoutingTrace, TokenBatch
 
@@ -49,12 +50,8 @@ class TraceWriter:
             rows = dump_rows(scored, native, step=self._episodes, reward=reward)
             write_step(self.folder / DUMP, self._episodes, rows)
         line: dict[str, Any] = {"episode": name, "reward": reward, "step": self._episodes}
-        line |= {"samples": len(rows), "counts": dict(history.counts()), "breaks": []}
-        for number, root in enumerate(history.roots):
-            if root.break_ is not None:
-                place: dict[str, Any] = {"token": root.break_.token, "ours": root.break_.ours}
-                place |= {"sent": root.break_.sent, "reason": str(root.break_.reason)}
-                line["breaks"].append({"root": number, **place})
+        line |= {"samples": len(rows), "counts": dict(history.counts())}
+        line["breaks"] = breaks_of(history)
         if note:
             line["note"] = note
         if is_open:

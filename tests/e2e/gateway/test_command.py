@@ -7,6 +7,8 @@ import httpx2
 import pytest
 
 from onepolicy.build.gateway import GatewayOptions, build_gateway, run_gateway
+from onepolicy.gateway.conformance.client import Client
+from onepolicy.gateway.conformance.command import check_gateway
 from onepolicy.gateway.session import Limits
 from onepolicy.record.read import read_dump
 from support.paths import ROOT
@@ -78,6 +80,24 @@ def test_every_token_has_the_trainers_value_to_the_bit(tmp_path):
         assert (block.columns["routes_rollout"] == block.columns["routes_trainer"]).all()
         tokens += mask.sum()
     assert tokens > 30
+
+
+def test_the_conformance_kit_passes_on_a_policy(tmp_path):
+    """Its model calls no tool, so some transcripts are left out."""
+    app, episodes = gateway_of(tmp_path)
+
+    async def check():
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport) as http:
+            client = Client(http, "http://gateway", SECRET["x-api-key"], "small")
+            return await check_gateway(client)
+
+    outcomes = asyncio.run(check())
+    assert [(o.transcript.name, o.check, o.why) for o in outcomes if o.check] == []
+    assert sum(not outcome.left_out for outcome in outcomes) > 15
+    assert not episodes.names
+    lines = (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["reward"] == 0 for line in lines)
 
 
 def test_an_episode_whose_scoring_fails_is_noted_and_kept(tmp_path, monkeypatch):
