@@ -13,6 +13,7 @@ from onepolicy.config.input_files import check_model_path, read_template, requir
 from onepolicy.config.measure import engine_overrides, measure_settings
 from onepolicy.config.output_paths import check_output_path
 from onepolicy.console import print_status
+from onepolicy.gateway.conformance.command import run_conformance
 
 SHORTEST_SECRET = 16
 
@@ -28,17 +29,23 @@ def add_gateway(commands: Commands) -> None:
             "onepolicy gateway Qwen/Qwen3-0.6B --out runs/traces",
             "onepolicy gateway Qwen/Qwen3-30B-A3B --engine vllm-server:http://127.0.0.1:8000 "
             "--out runs/traces rollout.sampling.max_tokens=4096",
+            "onepolicy gateway --conformance http://127.0.0.1:8300 --key-env SECRET",
         ),
         settings=RunConfig,
         ignored=(*RUN_ONLY, "model.path", "task"),
     )
-    gateway.add_argument("model", help="folder or hub id; its tokenizer needs a chat template")
+    gateway.add_argument(
+        "model", nargs="?", help="folder or hub id; its tokenizer needs a chat template"
+    )
     gateway.add_argument(
         "overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.sampling.max_tokens=4096"
     )
     gateway.add_argument("--engine", metavar="KIND[:URL]", help="short for rollout.engine.kind")
+    gateway.add_argument("--out", metavar="FOLDER", help="where episodes are written")
     gateway.add_argument(
-        "--out", required=True, metavar="FOLDER", help="where episodes are written"
+        "--conformance",
+        metavar="URL",
+        help="check the gateway at this address instead, whoever made it, by what programs send",
     )
     gateway.add_argument("--port", type=int, default=8300, help="of 127.0.0.1")
     gateway.add_argument(
@@ -57,12 +64,18 @@ def add_gateway(commands: Commands) -> None:
     gateway.add_argument(
         "--key-env",
         metavar="NAME",
-        help="variable with the secret that begins and ends episodes (default: a new one)",
+        help="variable with the secret that begins and ends episodes (default: a new one); with "
+        "--conformance the gateway's, or the key of another one",
     )
 
 
 def run_gateway(arguments: argparse.Namespace) -> int:
-    """Serve programs until Ctrl-C."""
+    """Serve programs until Ctrl-C, or check a gateway."""
+    if arguments.conformance is not None:
+        return _check_gateway(arguments)
+    for name, given in (("the model", arguments.model), ("--out", arguments.out)):
+        if given is None:
+            raise UsageError(f"{name}: is missing; give `onepolicy gateway MODEL --out FOLDER`")
     require_gateway("onepolicy gateway")
     check_port(arguments.port, "--port")
     for name in ("turns", "tokens"):
@@ -103,6 +116,19 @@ def run_gateway(arguments: argparse.Namespace) -> int:
         secret=secret,
     )
     return gateway.run_gateway(tree, overrides, options)
+
+
+def _check_gateway(arguments: argparse.Namespace) -> int:
+    """Play transcripts against a gateway."""
+    for name in ("out", "engine", "template", "turns", "tokens"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"--{name}: --conformance checks a gateway that runs; leave it out")
+    key = None
+    if arguments.key_env is not None:
+        key = os.environ.get(arguments.key_env)
+        if not key:
+            raise UsageError(f"--key-env: {arguments.key_env} is not set")
+    return run_conformance(arguments.conformance, key, arguments.model or "policy")
 
 
 def _secret(variable: str | None) -> str | None:

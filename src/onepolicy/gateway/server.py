@@ -26,6 +26,7 @@ from onepolicy.gateway.dialects.common import Body, Dialect, Question, Reply, ne
 from onepolicy.gateway.episodes import Episodes
 from onepolicy.gateway.messages import RequestError
 from onepolicy.gateway.session import Session
+from onepolicy.gateway.tree import tree_of
 from onepolicy.gateway.turns import Turn
 
 LOG = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ def make_app(
         end = partial(_end_episode, episodes, ended)
         routes.append(Route("/v1/episodes", partial(_begin_episode, episodes), methods=["POST"]))
         routes.append(Route("/v1/episodes/end", end, methods=["POST"]))
+        tree = partial(_show_tree, episodes)
+        routes.append(Route("/v1/episodes/tree", tree, methods=["POST"]))
     dialects: dict[str, Dialect] = {
         "chat/completions": chat,
         "messages": anthropic,
@@ -156,6 +159,17 @@ async def _begin_episode(episodes: Episodes, http: HTTPRequest) -> Response:
     except RequestError as error:
         return _error_response(chat, error)
     return _json_response({"key": key})
+
+
+async def _show_tree(episodes: Episodes, http: HTTPRequest) -> Response:
+    """Show the turns of an open episode to who has the secret."""
+    try:
+        episodes.check_secret(_key_of(http))
+        body, _ = await _read_body(http)
+        session = episodes.to_end(need(body, "episode", str))
+    except RequestError as error:
+        return _error_response(chat, error)
+    return _json_response(tree_of(session.history))
 
 
 async def _end_episode(

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from onepolicy.gateway.history import History
+from onepolicy.gateway.tree import breaks_of
 from onepolicy.record.export import write_step
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import RoutingTrace, TokenBatch
 
 DUMP, EPISODES = "dump", "episodes.jsonl"
@@ -49,12 +51,8 @@ class TraceWriter:
             rows = dump_rows(scored, native, step=self._episodes, reward=reward)
             write_step(self.folder / DUMP, self._episodes, rows)
         line: dict[str, Any] = {"episode": name, "reward": reward, "step": self._episodes}
-        line |= {"samples": len(rows), "counts": dict(history.counts()), "breaks": []}
-        for number, root in enumerate(history.roots):
-            if root.break_ is not None:
-                place: dict[str, Any] = {"token": root.break_.token, "ours": root.break_.ours}
-                place |= {"sent": root.break_.sent, "reason": str(root.break_.reason)}
-                line["breaks"].append({"root": number, **place})
+        line |= {"samples": len(rows), "counts": dict(history.counts())}
+        line["breaks"] = breaks_of(history)
         if note:
             line["note"] = note
         if is_open:
@@ -88,6 +86,10 @@ def dump_rows(
             row["entropy"] = _predicted(scored.entropy[slots], 0.0)
         if native is not None and native.logp_old is not None:
             row["logp_native"] = _predicted(native.logp_old[slots], 0.0)
+        if scored.support is not None:
+            row |= _support_columns(scored.support.at(slots))
+        if scored.logp_vocabulary is not None:
+            row["logp_vocabulary"] = _predicted(scored.logp_vocabulary[slots], 0.0)
         if scored.routing is not None and scored.routing_native is not None:
             row["routes_rollout"] = _route_entries(scored.routing, slots)
             row["routes_trainer"] = _route_entries(scored.routing_native, slots)
@@ -99,6 +101,11 @@ def dump_rows(
 def _predicted(values: Tensor, first: float) -> Sequence[Any]:
     """Return an entry for every token from values [T] of the slots that predict them."""
     return [first, *values.tolist()]
+
+
+def _support_columns(trace: SupportTrace) -> dict[str, list[int]]:
+    """Return the sets that tokens were drawn from: their ids, joined, and how many a token has."""
+    return {"support_ids": trace.ids.tolist(), "support_counts": [0, *trace.sizes.tolist()]}
 
 
 def _route_entries(trace: RoutingTrace, slots: slice) -> list[int]:

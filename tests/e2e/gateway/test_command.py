@@ -7,6 +7,9 @@ import httpx2
 import pytest
 
 from onepolicy.build.gateway import GatewayOptions, build_gateway, run_gateway
+from onepolicy.cli import main
+from onepolicy.gateway.conformance.client import Client
+from onepolicy.gateway.conformance.command import check_gateway
 from onepolicy.gateway.session import Limits
 from onepolicy.record.read import read_dump
 from support.paths import ROOT
@@ -78,6 +81,40 @@ def test_every_token_has_the_trainers_value_to_the_bit(tmp_path):
         assert (block.columns["routes_rollout"] == block.columns["routes_trainer"]).all()
         tokens += mask.sum()
     assert tokens > 30
+
+
+def test_an_audit_reads_the_supports_of_an_episode(tmp_path, capsys):
+    app, _ = gateway_of(tmp_path, "numerics=on-policy", "rollout.sampling.top_p=0.8")
+    asyncio.run(play_all(app, ["0", "1", "2", "3"]))
+    dump = tmp_path / "out" / "dump"
+    for block in read_dump(dump, {}):
+        mask, counts = block.columns["mask"], block.columns["support_counts"]
+        assert (counts[mask] > 0).all()
+        assert not counts[~mask].any()
+        rollout, trainer = (block.columns[f"logp_{side}"][mask] for side in ("rollout", "trainer"))
+        assert (rollout == trainer).all()
+        assert (block.columns["logp_vocabulary"][mask] < trainer).any()
+    assert main(["audit", str(dump)]) == 0
+    printed = capsys.readouterr().out
+    assert "support" in printed, printed
+
+
+def test_the_conformance_kit_passes_on_a_policy(tmp_path):
+    """Its model calls no tool, so some transcripts are left out."""
+    app, episodes = gateway_of(tmp_path)
+
+    async def check():
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport) as http:
+            client = Client(http, "http://gateway", SECRET["x-api-key"], "small")
+            return await check_gateway(client)
+
+    outcomes = asyncio.run(check())
+    assert [(o.transcript.name, o.check, o.why) for o in outcomes if o.check] == []
+    assert sum(not outcome.left_out for outcome in outcomes) > 15
+    assert not episodes.names
+    lines = (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["reward"] == 0 for line in lines)
 
 
 def test_an_episode_whose_scoring_fails_is_noted_and_kept(tmp_path, monkeypatch):

@@ -39,3 +39,17 @@ def test_packages_that_are_missing(refused):
     assert "needs starlette and uvicorn; pip install 'onepolicy[gateway]'" in refused(
         installed=False
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tiny"], "--out: is missing; give `onepolicy gateway MODEL --out FOLDER`"),
+        (["--out", "traces"], "the model: is missing"),
+        (["--conformance", "http://x", "--out", "traces"], "--out: --conformance checks a gateway"),
+        (["--conformance", "http://x", "--key-env", "GATEWAY_TEST_NONE"], "_NONE is not set"),
+    ],
+)
+def test_a_gateway_is_made_or_checked(capsys, words, said):
+    assert main(["gateway", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -5,6 +5,7 @@ import json
 import torch
 
 from onepolicy.gateway.traces import TraceWriter, dump_rows
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import RoutingTrace
 from support.gateway_app import session_of
 from support.token_batches import batch_with
@@ -51,6 +52,19 @@ def test_rows_hold_whole_paths():
     }
     assert (other["tokens"], other["mask"]) == ([5, 9], [False, True])
     assert other["routes_rollout"] == [6, 7, -1, -1]
+
+
+def test_rows_hold_the_sets_that_tokens_were_drawn_from():
+    support = SupportTrace(
+        torch.tensor([3, 7, 8, 9, 11], dtype=torch.int32), torch.tensor([0, 0, 2, 3, 5])
+    )
+    scored = scored_batch().replace(
+        support=support, logp_vocabulary=torch.tensor([0.0, -1.75, -2.75, -3.75])
+    )
+    one, other = dump_rows(scored, None, step=0, reward=0.5)
+    assert (one["support_ids"], one["support_counts"]) == ([3, 7, 8], [0, 0, 2, 1])
+    assert (other["support_ids"], other["support_counts"]) == ([9, 11], [0, 2])
+    assert one["logp_vocabulary"] == [0.0, 0.0, -1.75, -2.75]
 
 
 def test_every_episode_has_a_line(tmp_path):

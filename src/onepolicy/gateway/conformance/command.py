@@ -1,0 +1,67 @@
+"""`onepolicy gateway --conformance URL`: every transcript against a gateway, and a table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+from onepolicy.config import UsageError
+from onepolicy.console import Console, make_table, print_status
+from onepolicy.gateway.conformance.checks import Outcome, check_transcript
+from onepolicy.gateway.conformance.client import Client
+from onepolicy.gateway.conformance.transcripts import load_transcripts
+
+SECONDS = 600
+"""Of a turn."""
+UNSEEN = (
+    "left out of all: trees, reasons, ids and log-probabilities, which this gateway does not show"
+)
+
+
+def run_conformance(url: str, key: str | None, model: str) -> int:
+    """Check a gateway and print the result. Return the exit status: 1 if a check failed."""
+    if find_spec("httpx2") is None:
+        raise UsageError("--conformance needs httpx2; pip install 'onepolicy[server]'")
+    import httpx2
+
+    async def check() -> list[Outcome]:
+        async with httpx2.AsyncClient(timeout=SECONDS, follow_redirects=False) as http:
+            return await check_gateway(Client(http, url, key, model), print_status)
+
+    outcomes = asyncio.run(check())
+    print_outcomes(outcomes)
+    return int(any(outcome.check for outcome in outcomes))
+
+
+async def check_gateway(
+    client: Client, told: Callable[[str], None] = lambda name: None
+) -> list[Outcome]:
+    """Return the outcome of every transcript, one after the other.
+
+    told: called with the name of each before it is played.
+    """
+    await client.find_out()
+    outcomes = []
+    for transcript in load_transcripts():
+        told(transcript.name)
+        outcomes.append(await check_transcript(transcript, client))
+    return outcomes
+
+
+def print_outcomes(outcomes: Sequence[Outcome]) -> None:
+    """Print a row for every transcript, and how many there are of each kind."""
+    console, table = Console(), make_table("transcript", "dialect", "result", "")
+    counts = {"pass": 0, "fail": 0, "left out": 0}
+    for outcome in outcomes:
+        result, why = "pass", outcome.transcript.shape
+        if outcome.left_out:
+            result, why = "left out", outcome.why
+        elif outcome.check:
+            result, why = "fail", f"{outcome.check}: {outcome.why}"
+        counts[result] += 1
+        table.add_row(outcome.transcript.name, outcome.transcript.path, result, why)
+    console.print(table)
+    console.print_line(", ".join(f"{count} {result}" for result, count in counts.items()))
+    if not all(outcome.sees_tree for outcome in outcomes):
+        console.print_line(UNSEEN)
