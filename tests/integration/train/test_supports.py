@@ -14,7 +14,7 @@ from onepolicy.models.top_k_top_p import apply_min_p, apply_top_k_top_p
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.support.checks import SupportError
-from onepolicy.support.trace import SupportTrace
+from onepolicy.support.trace import KeptSet, SupportTrace
 from onepolicy.train.forward import forward, tempered_logits
 from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
 from onepolicy.types import Sampling
@@ -40,8 +40,8 @@ def peaked(name: str, dtype: torch.dtype = torch.float32):
     return model
 
 
-def requests_of(narrowed, *, count=8, tokens=12, temperature=0.8):
-    sampling = Sampling(temperature, tokens, support=True, **narrowed)
+def requests_of(narrowed, *, count=8, tokens=12, temperature=0.8, logp=False):
+    sampling = Sampling(temperature, tokens, support=True, support_logp=logp, **narrowed)
     return [(prompt, sampling, seed) for seed, prompt in enumerate(prompts(count))]
 
 
@@ -162,6 +162,46 @@ def test_a_step_over_supports():
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+def other_values(support):
+    """Return the sets with the values of another engine, which add up to 1 too."""
+    generator = torch.Generator().manual_seed(2)
+    drawn = torch.randn(len(support.ids), generator=generator)
+    rows = [each.log_softmax(-1) for each in drawn.split(support.sizes.tolist())]
+    return dataclasses.replace(support, logp=torch.cat(rows))
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_score_centering_over_the_support(chunk):
+    """A step's gradient is that of log p_a - sum over the set of q log p, by plain autograd on a
+    table with a dense mask; routes are replayed. The engine's own values are the trainer's, so
+    they move nothing."""
+    centering = ["correction.preset=score-centering", "correction.centering=support"]
+    learner, _ = learner_and_batch(*centering, "objective.preset=reinforce")
+    batch = sampled(learner.model, {"top_p": 0.8}, temperature=1.0, logp=True)
+    outcome = torch.tensor([1.0, -1.0, 0.5, 2.0] * 2)
+    batch = batch.replace(outcome=outcome, group=torch.arange(8) // 2)
+    slots = batch.trainable.nonzero()[:, 0]
+    own = forward(learner.model, batch).kept_logp
+    torch.testing.assert_close(own, batch.support.at(slots).logp, atol=5e-2, rtol=0)
+    batch = batch.replace(support=other_values(batch.support))
+    if chunk:
+        install_logits_chunks(learner.model, chunk)
+    model = copy.deepcopy(learner.model)
+    scored, metrics, _ = one_step(learner, batch)
+
+    kept = batch.support.at(slots)
+    q = torch.zeros(len(slots), model.config.vocab_size)
+    q[kept.slot_of, kept.ids.long()] = kept.logp.exp()
+    with bind_routers(model).replay(batch.routing, check=False):
+        table = tempered_logits(model, batch, slots).masked_fill(q == 0, -torch.inf)
+        logp = table.log_softmax(-1)
+        of_token = logp.gather(-1, batch.target_ids[slots, None])[:, 0]
+        centred = of_token - (q * logp.masked_fill(q == 0, 0.0)).sum(-1)
+        (-(scored.advantage[slots] * centred).sum() / len(slots)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+
+
 def test_shared_prompts_do_not_change_a_step():
     found = []
     for setting in ("true", "false"):
@@ -215,8 +255,8 @@ def rolled(support, shift):
 
 def without(support, slot):
     parts = list(support.split())
-    slot = next(i for i in range(slot, len(parts)) if len(parts[i]))
-    return SupportTrace.join([*parts[:slot], parts[slot][:0], *parts[slot + 1 :]])
+    slot = next(i for i in range(slot, len(parts)) if len(parts[i].ids))
+    return SupportTrace.join([*parts[:slot], KeptSet(parts[slot].ids[:0]), *parts[slot + 1 :]])
 
 
 def test_planted_faults_stop_in_scoring(subtests):

@@ -235,6 +235,8 @@ def top_and_support(ids: Tensor | None, logp: Tensor | None, sampling: Sampling)
         return found
     if sampling.support:
         found["support"] = SupportTrace.from_logp(ids, logp)
+        if not sampling.support_logp:
+            found["support"] = found["support"].without_logp()
     k = sampling.top_logprobs
     if k:
         found |= {"top_ids": ids[:, :k].contiguous(), "top_logp": logp[:, :k].contiguous()}
