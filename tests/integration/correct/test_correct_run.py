@@ -45,6 +45,7 @@ def test_score_centering_over_what_top_p_kept(train):
     row = rows(train("kept", *SHORT, *CENTERED, *narrowed))[0]
     assert row["train/grad_norm"] > 0
     assert "train/head_mass" not in row
+    assert row["train/entropy"] < row["train/entropy_vocabulary"]
 
 
 def test_more_top_logprobs_than_returned_are_refused(recipe, capsys, tmp_path):
