@@ -292,6 +292,7 @@ class Sampling:
     routes_from: int = 0  # first slot whose route is needed; an engine may return earlier ones too
     initial_prompt_len: int = 0  # tokens of the episode's first prompt; 0 = the whole prompt
     support: bool = False  # return the tokens that each token was drawn from
+    support_logp: bool = False  # and the log-probabilities of these
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,7 @@ class FakeVLLM:
     spoil: dict = field(default_factory=dict)  # path -> (reply, number of the request) -> reply
     cut_off: bool = False  # it cannot connect to the trainer
     raw: bool = False  # log-probabilities before temperature and top_k
+    masks: bool = False  # it was started with --enable-return-sampling-mask
 
     def __post_init__(self):
         self.weights, self.probe = "default", None
@@ -276,12 +277,22 @@ class FakeVLLM:
         rows = self.rows([*prompt, *tokens])[first:-1]
         choice = {"index": 0, "logprobs": {"content": content}, "finish_reason": finish}
         choice |= {"token_ids": tokens, "routed_experts": npy(rows) if tokens else None}
+        if self.masks and finish != "abort":
+            sampled = enumerate(tokens)
+            choice["sampling_mask"] = [
+                self._kept([*prompt, *tokens[:i]], sampling, bias) for i, _ in sampled
+            ]
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
         usage |= {"prompt_tokens_details": {"cached_tokens": 0}}
         return {"model": model, "choices": [choice], "usage": usage}
 
-    def _sample(self, path, sampling, random, bias=0.0):
-        """Sample one token. bias: of token 0, which is all that an adapter changes."""
+    def _kept(self, path, sampling, bias):
+        """Return the ids that are left, ascending."""
+        _, tempered = self._distributions(path, sampling, bias)
+        return np.flatnonzero(np.isfinite(tempered)).tolist()
+
+    def _distributions(self, path, sampling, bias):
+        """Return the model's log-probabilities, and logits after temperature, min_p and top_k."""
         logits = self.logits(path).astype(np.float64)
         logits[0] += bias
         raw = logits - np.log(np.exp(logits).sum())
@@ -290,6 +301,11 @@ class FakeVLLM:
             tempered[tempered < tempered.max() + np.log(sampling["min_p"])] = -np.inf
         if sampling["top_k"]:
             tempered[tempered < np.sort(tempered)[-sampling["top_k"]]] = -np.inf
+        return raw, tempered
+
+    def _sample(self, path, sampling, random, bias=0.0):
+        """Sample one token. bias: of token 0, which is all that an adapter changes."""
+        raw, tempered = self._distributions(path, sampling, bias)
         logp = tempered - np.log(np.exp(tempered).sum())
         token = int(logp.argmax())
         if sampling["temperature"]:

@@ -48,6 +48,14 @@ CASES = {
     "bypass": [*QWEN, "correction.preset=ppo-is", "objective.num_minibatches=2"],
     "centering": [*QWEN, *CENTERED],
     "supports": [*QWEN, "rollout.sampling.top_p=0.9", "train.logits_chunk=3"],
+    "centered_supports": [
+        *QWEN,
+        *CENTERED,
+        "correction.centering=support",
+        "rollout.sampling.top_p=0.9",
+        "train.logits_chunk=3",
+        "objective.kl.coef=0.1",
+    ],
 }
 SIBLINGS = {
     "r3": QWEN,
@@ -127,13 +135,19 @@ def batch_for(learner):
         valid = torch.arange(batch.num_slots) % 7 != 3
         trace = RoutingTrace(ids, valid, routers.layers, routers.num_experts, weights=weights)
     batch = batch.replace(routing=trace)
-    if (top := config.correction.top_logprobs(64)) > 0:
+    narrows = config.rollout.sampling.narrows
+    if (top := config.correction.top_logprobs(64)) > 0 and not narrows:
         likely = torch.rand(batch.num_slots, 64, generator=generator).log_softmax(-1).topk(top)
         batch = batch.replace(top_ids=likely.indices.int(), top_logp_rollout=likely.values)
-    if config.rollout.sampling.narrows:
+    if narrows:
         kept = torch.rand(batch.num_slots, VOCAB, generator=generator) < 0.6
         kept[torch.arange(batch.num_slots), batch.target_ids] = True
-        batch = batch.replace(support=SupportTrace.from_mask(kept & batch.trainable[:, None]))
+        values = None
+        if config.correction.centering != "none":
+            drawn = torch.rand(batch.num_slots, VOCAB, generator=generator)
+            values = drawn.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        kept &= batch.trainable[:, None]
+        batch = batch.replace(support=SupportTrace.from_mask(kept, values))
     return batch
 
 

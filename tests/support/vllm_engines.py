@@ -22,7 +22,7 @@ from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.hf.sampler import BatchSampling, sample_tokens
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.engine import VLLMEngine
-from onepolicy.support.score import log_probs
+from onepolicy.support.score import log_probs, support_scores
 from onepolicy.tiny.model import make_tokenizer
 from onepolicy.types import Sampling
 from support import metrics
@@ -279,17 +279,21 @@ def check_supports_of(play, model):
         (path, Sampling(0.7, 12, support=True, **kinds[i % 3]), i)
         for i, path in enumerate(prompts(9))
     ]
-    asked_both = dataclasses.replace(requests[0][1], top_logprobs=2)
+    asked_both = dataclasses.replace(requests[0][1], top_logprobs=2, support_logp=True)
     requests.append((requests[0][0], asked_both, 0))
     completions = play(requests)
     for (path, sampling, _), done in zip(requests, completions, strict=True):
         tempered = stock(model, path, done.token_ids)[0] / sampling.temperature
         rows = BatchSampling.from_requests([sampling] * len(tempered), tempered.device)
         sets = sample_tokens(tempered * sampling.temperature, torch.zeros(len(tempered)), rows)
-        assert done.support.as_sets() == [ids.tolist() for ids in sets.support]
+        assert done.support.as_sets() == [kept.ids.tolist() for kept in sets.support]
         logp = log_probs(tempered, done.token_ids, support=done.support)
         torch.testing.assert_close(done.logp, logp, atol=5e-4, rtol=0)
         assert done.top_ids is None or done.top_ids.shape == (12, 2)
-    assert completions[0].support == completions[-1].support
+    valued = completions[-1].support
+    assert completions[0].support == valued.without_logp()
+    tempered = stock(model, requests[0][0], completions[0].token_ids)[0] / 0.7
+    expected = support_scores(tempered, completions[0].token_ids.long(), valued).kept_logp
+    torch.testing.assert_close(valued.logp, expected, atol=5e-4, rtol=0)
     assert completions[0].top_ids is None
     assert completions[-1].top_ids is not None

@@ -231,7 +231,9 @@ def with_sampling(
     scorer: PolicyScorer,
 ) -> C:
     """Call `make` with the fields of SamplingComponents."""
-    top_logprobs = config.correction.top_logprobs(scorer.vocab_size)
+    top_logprobs = 0
+    if not config.rollout.sampling.narrows:  # then the support has the values
+        top_logprobs = config.correction.top_logprobs(scorer.vocab_size)
     check_engine_capabilities(config, engine.caps, top_logprobs)
     reprefill = None
     samplers: tuple[WeightTarget, ...] = (engine,)
@@ -265,6 +267,7 @@ def sampling_of(config: RunConfig, stop: tuple[int, ...], top_logprobs: int) -> 
         stop=stop,
         top_logprobs=top_logprobs,
         support=chosen.narrows,
+        support_logp=chosen.narrows and config.correction.centering != "none",
     )
 
 

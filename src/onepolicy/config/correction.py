@@ -353,7 +353,8 @@ class CorrectionConfig(Frozen):
     """Largest share of a step's slots whose ratio may be not finite; they are rejected."""
     centering: Literal["none", "head", "support"] = "none"
     """Subtract the rollout policy's mean score (arXiv 2609.20807), of its likeliest tokens with a
-    proportional tail (head) or of the whole vocabulary (support)."""
+    proportional tail (head) or of every token that it may sample (support): the whole vocabulary,
+    or what top_p, top_k and min_p kept."""
     head_size: LargeCount | None = None
     """Likeliest tokens of centering = head. Unset: 16. A vLLM server returns up to 19 by
     default."""

@@ -28,6 +28,7 @@ class Abilities(NamedTuple):
     in_process: bool = False  # runs in the process that builds it, which Ray can place
     combine_weights: bool = False  # returns the weights of the experts it chose
     any_support: bool = False  # returns the tokens that top_p or min_p left without a top_k, too
+    support_logp: bool = False  # returns the log-probabilities of the tokens that were left
     updates_while_sampling: bool = True  # takes weights between two tokens of a request
     shares_process_groups: bool = True  # stands torch's process groups of train.ranks
     adapters_under_ray: bool = False  # was run with train.lora under Ray
@@ -48,6 +49,7 @@ class HFEngineConfig(Frozen):
         in_process=True,
         combine_weights=True,
         any_support=True,
+        support_logp=True,
         adapters_under_ray=True,
         adapters=ALL_ADAPTERS,
         quant=ALL_FORMATS,
@@ -72,6 +74,7 @@ class VLLMEngineConfig(Frozen):
 
     can: ClassVar = Abilities(
         in_process=True,
+        support_logp=True,
         updates_while_sampling=False,
         shares_process_groups=False,
         quant=VLLM_FORMATS,
@@ -166,7 +169,7 @@ class ServerEngineConfig(Frozen):
 class VLLMServerConfig(ServerEngineConfig):
     """A vLLM server in a process of its own, started by `onepolicy engine serve`."""
 
-    can: ClassVar = Abilities(quant=VLLM_FORMATS)
+    can: ClassVar = Abilities(support_logp=True, quant=VLLM_FORMATS)
 
     kind: Literal["vllm-server"] = "vllm-server"
     """A vLLM server in a process of its own, started by `onepolicy engine serve`."""

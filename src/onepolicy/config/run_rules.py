@@ -60,10 +60,20 @@ SAMPLING: Rules = (
         lambda run: bool(run.eval.min_p) and run.rollout.engine.kind == "sglang",
     ),
     error(
-        "correction.centering: {correction.centering} takes the rollout's mean score over its "
-        "likeliest tokens, which rollout.sampling.top_p, top_k or min_p cut; use another "
-        "correction, or the whole vocabulary",
-        lambda run: run.rollout.sampling.narrows and run.correction.centering != "none",
+        "correction.centering: head takes the rollout's tail as proportional, but "
+        "rollout.sampling.top_p, top_k or min_p cut it; use support, the mean score over the "
+        "tokens that were kept",
+        lambda run: run.rollout.sampling.narrows and run.correction.centering == "head",
+    ),
+    error(
+        "correction.centering: support needs the log-probabilities of the tokens that "
+        "rollout.sampling.top_p or top_k kept, and {rollout.engine.kind} returns only their ids; "
+        "use another correction, or the whole vocabulary",
+        lambda run: (
+            run.rollout.sampling.narrows
+            and run.correction.centering == "support"
+            and not run.rollout.engine.can.support_logp
+        ),
     ),
     error(
         "rollout.group_size: GRPO compares siblings, so a group of 1 never has an advantage; use "

@@ -109,15 +109,38 @@ def centered_score(
     SMALLEST_TAIL on either side is rounding and is left out.
     """
     p, q = logp_head.detach().double().exp(), logp_head_rollout.double().exp()
-    coefficient = torch.where(q > 0, q * _weight_of(p / q, config.weight), 0.0)
+    coefficient = _mean_coefficient(p, q, config)
     if config.centering == "head":
         tail_p, tail_q = (1 - x.sum(-1, keepdim=True) for x in (p, q))
         alpha = tail_q / tail_p
         folded = alpha * _weight_of(1 / alpha, config.weight) * p
         coefficient -= torch.where(torch.minimum(tail_p, tail_q) > SMALLEST_TAIL, folded, 0.0)
-    # A token with probability 0 has no score.
-    scored = logp_head.masked_fill(logp_head == -math.inf, 0.0)
-    return (coefficient.to(logp_head.dtype) * scored).sum(-1)
+    return _weighted_scores(coefficient, logp_head).sum(-1)
+
+
+def centered_support_score(
+    logp_kept: Tensor,  # [n] float32, new policy, with its graph: every token of m sets in turn
+    logp_kept_rollout: Tensor,  # [n] float32, engine
+    sizes: Tensor,  # [m] int64, tokens of each set
+    config: CorrectionConfig,
+) -> Tensor:
+    """Return [m], as `centered_score` does, of sets that top-p, top-k or min-p kept.
+
+    Both sides are distributions over the set, which has every token that the rollout may sample:
+    there is no tail, and mu is exact.
+    """
+    p, q = logp_kept.detach().double().exp(), logp_kept_rollout.double().exp()
+    terms = _weighted_scores(_mean_coefficient(p, q, config), logp_kept)
+    return torch.segment_reduce(terms, "sum", lengths=sizes, unsafe=True)
+
+
+def _mean_coefficient(p: Tensor, q: Tensor, config: CorrectionConfig) -> Tensor:
+    return torch.where(q > 0, q * _weight_of(p / q, config.weight), 0.0)
+
+
+def _weighted_scores(coefficient: Tensor, logp: Tensor) -> Tensor:
+    scored = logp.masked_fill(logp == -math.inf, 0.0)  # probability 0 has no score
+    return coefficient.to(logp.dtype) * scored
 
 
 def _weight_of(rho: Tensor, weight: Weight) -> Tensor:

@@ -32,6 +32,7 @@ from onepolicy.engine_check.checks import (
     score_generated,
     topk_share,
 )
+from onepolicy.engine_check.supports import ask_for_supports, check_returned_supports
 from onepolicy.engine_check.weight_sync import RoundedModel, check_weight_sync
 from onepolicy.notation import number
 from onepolicy.replay.alignment import check_alignment
@@ -97,6 +98,9 @@ async def check_pair(
         plain = await generate_all(engine, prompts, Sampling(1.0, length), seeds)
         greedy = await generate_all(engine, prompts, Sampling(0.0, length), seeds)
         narrow = await generate_all(engine, prompts, Sampling(1.0, length, top_k=NARROW), seeds)
+        kept = await ask_for_supports(
+            engine, prompts, pair.config, scorer.vocab_size, tokens=length
+        )
         stop = Sampling(1.0, length, stop=_stop_tokens(plain))
         stopped = await generate_all(engine, prompts, stop, seeds)
         await engine.reset_cache()
@@ -124,6 +128,11 @@ async def check_pair(
             results["temperature"] = check_greedy(scorer, batch, results["temperature"])
             batch = score_generated(scorer, narrow)
             results["support"] = check_topk_request(scorer, batch, results["support"])
+        if _passed(results, "support"):
+            needed = pair.config.rollout.sampling.narrows
+            results["support"] = check_returned_supports(
+                scorer, kept, results["support"], needed=needed
+            )
         if _passed(results, "log-probabilities"):
             results["weight sync"] = await check_weight_sync(pair, rounded, plain)
     return _complete(results)

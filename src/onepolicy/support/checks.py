@@ -68,7 +68,7 @@ def _whose(support: SupportTrace, tokens: Tensor, needed: Tensor) -> str:
     """Return the end of the message: whose sets these are, if a shift explains it."""
     shares = {}
     for shift in (-1, 1):
-        has_neighbour = needed.clone()
+        has_neighbour = needed & needed.roll(shift)  # not the first or last of a sample
         has_neighbour[min(shift, 0)] = False  # the end whose neighbour roll() takes from the other
         if has_neighbour.any():
             found = support.contains(tokens.roll(shift))[has_neighbour]

@@ -24,6 +24,7 @@ class SupportScores(NamedTuple):
 
     logp: Tensor  # [m] float32, of the sampled token; carries the graph
     entropy: Tensor  # [m] float32, nats; carries the graph
+    kept_logp: Tensor  # [n] float32, of every id of the sets; carries the graph
 
 
 def log_probs(
@@ -97,7 +98,7 @@ def support_scores(
     # A token that the head rules out adds 0, as p log p tends to 0.
     terms = torch.where(of_kept.isneginf(), 0.0, of_kept.exp() * of_kept.clamp(min=-1e4))
     entropy = torch.where(known, -_reduce(terms, "sum", sizes), math.nan)
-    return SupportScores(logp, entropy)
+    return SupportScores(logp, entropy, of_kept)
 
 
 def support_logits(tempered: Tensor, support: SupportTrace) -> Tensor:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onepolicy.errors import UsageError, describe_argument
+
+
+class KeptSet(NamedTuple):
+    """The set of one slot."""
+
+    ids: Tensor  # [size] int32, ascending
+    logp: Tensor | None = None  # [size] float32, the engine's, if it was asked for them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,14 +120,21 @@ class SupportTrace:
         found = torch.zeros(len(self), dtype=torch.bool, device=self.ids.device)
         return found.index_put((slots[self.ids == tokens[slots]],), found.new_ones(()))
 
-    def split(self) -> tuple[Tensor, ...]:
-        """Return the ids of every slot, views of `ids`."""
-        parts: tuple[Tensor, ...] = self.ids.split(self.sizes.tolist())
-        return parts
+    def split(self) -> list[KeptSet]:
+        """Return the set of every slot, as views."""
+        sizes = self.sizes.tolist()
+        ids = self.ids.split(sizes)
+        if self.logp is None:
+            return [KeptSet(each) for each in ids]
+        return list(map(KeptSet, ids, self.logp.split(sizes)))
+
+    def without_logp(self) -> SupportTrace:
+        """Return the sets without the engine's log-probabilities."""
+        return dataclasses.replace(self, logp=None)
 
     def as_sets(self) -> list[list[int]]:
         """Return the ids of every slot, an empty list where the set was not captured."""
-        return [part.tolist() for part in self.split()]
+        return [part.ids.tolist() for part in self.split()]
 
     @classmethod
     def missing(cls, slots: int) -> SupportTrace:
@@ -128,10 +142,17 @@ class SupportTrace:
         return cls(torch.empty(0, dtype=torch.int32), torch.zeros(slots + 1, dtype=torch.int64))
 
     @classmethod
-    def join(cls, parts: Sequence[Tensor]) -> SupportTrace:
-        """Return the trace of one set a slot: [size] int32, ascending. `split` backwards."""
-        sizes = torch.tensor([0, *map(len, parts)])
-        return cls(torch.cat([*parts, torch.empty(0, dtype=torch.int32)]), sizes.cumsum(0))
+    def join(cls, parts: Sequence[KeptSet]) -> SupportTrace:
+        """Return the trace of one set a slot. `split` backwards.
+
+        Values stay if every captured set has them.
+        """
+        ids = [part.ids for part in parts]
+        sizes = torch.tensor([0, *map(len, ids)])
+        filled = [part for part in parts if len(part.ids)]
+        values = [part.logp for part in filled if part.logp is not None]
+        logp = torch.cat(values) if values and len(values) == len(filled) else None
+        return cls(torch.cat([*ids, torch.empty(0, dtype=torch.int32)]), sizes.cumsum(0), logp)
 
     @classmethod
     def concat(cls, traces: Sequence[SupportTrace]) -> SupportTrace:

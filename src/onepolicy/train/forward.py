@@ -46,6 +46,9 @@ class Scored(NamedTuple):
     top: Tensor | None = None
     # [T, k] int32, float32: the model's likeliest tokens and their log-probabilities, if asked for
     trainer_top: tuple[Tensor, Tensor] | None = None
+    # [n] float32, of the ids of the trainable slots' sets, as `logp`; None unless batch.support
+    # has the engine's
+    kept_logp: Tensor | None = None
     row_of: Tensor | None = None  # [T] int64, row that computed each slot; None: a row each
 
 
@@ -163,9 +166,11 @@ def _score_over_support(
     apart = torch.full_like(entropy, math.nan)
     if displaced:
         apart = displaced_mass(logps.detach(), support)
-    found = logp, entropy, scores.entropy.detach(), of_vocabulary, apart
+    found = [logp, entropy, scores.entropy.detach(), of_vocabulary, apart]
+    if support.logp is not None:
+        found.append(scores.kept_logp)
     if batch.top_ids is None or over_set is None:
-        return found
+        return tuple(found)
     top = over_set.gather(-1, batch.top_ids[slots].long())
     if not trainer_top:
         return *found, top
@@ -175,6 +180,10 @@ def _score_over_support(
 
 def _scatter(scores: tuple[Tensor, ...], batch: TokenBatch, slots: Tensor) -> Scored:
     """Return the scores of `_score_rows` at their slots, 0 elsewhere."""
+    kept_logp = None
+    if batch.support is not None and batch.support.logp is not None:
+        *before, kept_logp = scores[:6]  # of ids, not of slots
+        scores = *before, *scores[6:]
     all_slots = []
     for rows in scores:
         zeros = rows.new_zeros(batch.num_slots, *rows.shape[1:])
@@ -190,7 +199,15 @@ def _scatter(scores: tuple[Tensor, ...], batch: TokenBatch, slots: Tensor) -> Sc
         top_of_model = tops[1], tops[2]
     row_of = None if batch.shared is None else batch.shared.row_of
     return Scored(
-        logp, entropy, entropy_support, logp_vocabulary, displaced, top, top_of_model, row_of
+        logp,
+        entropy,
+        entropy_support,
+        logp_vocabulary,
+        displaced,
+        top,
+        top_of_model,
+        kept_logp,
+        row_of,
     )
 
 

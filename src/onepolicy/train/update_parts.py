@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from onepolicy.config import CorrectionConfig
-from onepolicy.correct.current_policy import centered_score
+from onepolicy.correct.current_policy import centered_score, centered_support_score
 from onepolicy.correct.report import Sums, combine, report
 from onepolicy.correct.slots import Fields
 from onepolicy.correct.weights import evaluate
@@ -115,11 +115,24 @@ class CurrentPolicyCorrection(UpdatePart):
         It is 0 outside the slots of `centred` [T] bool.
         """
         scored, rollout = micro.scored, micro.batch.top_logp_rollout
+        if scored.kept_logp is not None:
+            return self._support_baseline(micro, scored.kept_logp, centred)
         assert scored.top is not None, "collect() asks the engine for top log-probabilities"
         assert rollout is not None
         slots = centred.nonzero()[:, 0]
         baseline = centered_score(scored.top[slots], rollout[slots], self.config)
         return torch.zeros_like(scored.logp).index_copy(0, slots, baseline)
+
+    def _support_baseline(self, micro: MicroBatch, kept_logp: Tensor, centred: Tensor) -> Tensor:
+        """Return `_score_baseline` over the support. kept_logp: [n], of the trainable slots."""
+        batch = micro.batch
+        assert batch.support is not None
+        slots = batch.trainable.nonzero()[:, 0]
+        support = batch.support.at(slots)
+        assert support.logp is not None
+        baseline = centered_support_score(kept_logp, support.logp, support.sizes, self.config)
+        baseline = baseline.masked_fill(~centred[slots], 0.0)
+        return torch.zeros_like(micro.scored.logp).index_copy(0, slots, baseline)
 
     def metrics(self, batch: TokenBatch, measured: Measured) -> dict[str, float]:
         """Return all metrics of the correction, or only those of the current-policy gates.

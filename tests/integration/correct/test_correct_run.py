@@ -39,6 +39,15 @@ def test_score_centering_takes_the_rollouts_likeliest_tokens(train):
     assert head < whole == pytest.approx(1, abs=1e-5)
 
 
+def test_score_centering_over_what_top_p_kept(train):
+    """The set's values come with it: no request asks for the likeliest tokens."""
+    narrowed = ["correction.centering=support", "rollout.sampling.top_p=0.8"]
+    row = rows(train("kept", *SHORT, *CENTERED, *narrowed))[0]
+    assert row["train/grad_norm"] > 0
+    assert "train/head_mass" not in row
+    assert row["train/entropy"] < row["train/entropy_vocabulary"]
+
+
 def test_more_top_logprobs_than_returned_are_refused(recipe, capsys, tmp_path):
     settings = [*CENTERED, "correction.head_size=1000"]
     assert main(["train", str(recipe), f"out={tmp_path / 'run'}", *settings]) == 2

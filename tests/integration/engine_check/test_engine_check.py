@@ -4,6 +4,7 @@ check alone."""
 import asyncio
 import contextlib
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from onepolicy.engine_check.checks import require_correct_logprobs
 from onepolicy.engine_check.command import NAMES, check_pair, check_seeds
 from onepolicy.models.load import load_model
 from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.support.trace import KeptSet, SupportTrace
 from support.engine_runs import teacher_forced
 from support.planted_engine import SETTINGS
 
@@ -71,6 +73,30 @@ def late_routes(done):
 
 def missing_rows(done):
     return dataclasses.replace(done, routing=done.routing.rows(0, len(done.routing) - 1))
+
+
+def with_sets(done, change):
+    """change: list of KeptSet -> list of KeptSet."""
+    if done.support is None:
+        return done
+    return dataclasses.replace(done, support=SupportTrace.join(change(done.support.split())))
+
+
+def shifted_sets(done):
+    return with_sets(done, lambda sets: [*sets[1:], sets[0]])
+
+
+def missing_set(done):
+    return with_sets(done, lambda sets: [KeptSet(sets[0].ids[:0]), *sets[1:]])
+
+
+def sets_without_their_values_sum(done):
+    return with_sets(done, lambda sets: [KeptSet(each.ids, each.logp - 0.1) for each in sets])
+
+
+def sets_of_everything(done):
+    everything = KeptSet(torch.arange(32, dtype=torch.int32))
+    return with_sets(done, lambda sets: [everything] * len(sets))
 
 
 def stripped_stop(done):
@@ -218,6 +244,22 @@ def test_a_sound_engine_passes_every_check(sound):
     found = checked(sound)
     assert all(check.passed for check in found.values()), found
     assert not any(check.fix for check in found.values())
+    own = re.search(r"(\d+) of (\d+) returned sets are the trainer's own", found["support"].found)
+    assert int(own[1]) >= 0.98 * int(own[2]) > 0
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_an_engine_without_supports(sound, cut):
+    """It is at fault only if the run samples with top-p."""
+    pair = sound[0]
+    if cut:
+        rollout = pair.config.rollout
+        sampling = rollout.sampling.model_copy(update={"top_p": 0.8})
+        rollout = rollout.model_copy(update={"sampling": sampling})
+        pair = dataclasses.replace(pair, config=pair.config.model_copy(update={"rollout": rollout}))
+    found = checked((pair, *sound[1:]), after(lambda done: dataclasses.replace(done, support=None)))
+    assert found["support"].passed is not cut
+    assert "no supports are returned" in found["support"].found
 
 
 def test_an_engine_without_seeds_is_not_asked_for_them(sound):
@@ -244,6 +286,10 @@ OUTPUT = [
     slow(OneSeed, "seeds", "with another"),
     (HiddenTopK, "support", "outside top_k=5"),
     slow(IgnoresTopK, "support", "asked for with top_k=3"),
+    (after(shifted_sets), "support", "not in their own support"),
+    (after(missing_set), "support", "sampled tokens have no support"),
+    (after(sets_without_their_values_sum), "support", "add up to 0.9"),
+    (after(sets_of_everything), "support", "of the probability apart"),
     (Untempered, "temperature", "they are not tempered"),
     slow(IgnoresTemperature, "temperature", "they are not tempered"),
     slow(SamplesWhenGreedy, "temperature", "likeliest token in"),

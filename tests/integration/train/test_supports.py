@@ -14,7 +14,8 @@ from onepolicy.models.top_k_top_p import apply_min_p, apply_top_k_top_p
 from onepolicy.replay.routers import bind_routers
 from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.support.checks import SupportError
-from onepolicy.support.trace import SupportTrace
+from onepolicy.support.score import support_logits
+from onepolicy.support.trace import KeptSet, SupportTrace
 from onepolicy.train.forward import forward, tempered_logits
 from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
 from onepolicy.types import Sampling
@@ -29,6 +30,7 @@ NARROWED = {
     "min-p 0.05": {"min_p": 0.05},
     "all three": {"top_p": 0.9, "top_k": 12, "min_p": 0.02},
 }
+TOKENS = 12  # of a request
 PEAKED = 8.0
 """Factor of the head's weights: untrained models are so flat that top-p keeps nearly all tokens."""
 
@@ -40,8 +42,8 @@ def peaked(name: str, dtype: torch.dtype = torch.float32):
     return model
 
 
-def requests_of(narrowed, *, count=8, tokens=12, temperature=0.8):
-    sampling = Sampling(temperature, tokens, support=True, **narrowed)
+def requests_of(narrowed, *, count=8, tokens=TOKENS, temperature=0.8, logp=False):
+    sampling = Sampling(temperature, tokens, support=True, support_logp=logp, **narrowed)
     return [(prompt, sampling, seed) for seed, prompt in enumerate(prompts(count))]
 
 
@@ -162,6 +164,64 @@ def test_a_step_over_supports():
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+def other_values(support):
+    """Return the sets with the values of another engine, which add up to 1 too."""
+    generator = torch.Generator().manual_seed(2)
+    drawn = torch.randn(len(support.ids), generator=generator)
+    rows = [each.log_softmax(-1) for each in drawn.split(support.sizes.tolist())]
+    return dataclasses.replace(support, logp=torch.cat(rows))
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_score_centering_over_the_support(chunk):
+    """A step's gradient is that of log p_a - sum over the set of q log p, by plain autograd on a
+    table with a dense mask; routes are replayed. The engine's own values are the trainer's, so
+    they move nothing."""
+    centering = ["correction.preset=score-centering", "correction.centering=support"]
+    learner, _ = learner_and_batch(*centering, "objective.preset=reinforce")
+    batch = sampled(learner.model, {"top_p": 0.8}, temperature=1.0, logp=True)
+    outcome = torch.tensor([1.0, -1.0, 0.5, 2.0] * 2)
+    batch = batch.replace(outcome=outcome, group=torch.arange(8) // 2)
+    slots = batch.trainable.nonzero()[:, 0]
+    own = forward(learner.model, batch).kept_logp
+    torch.testing.assert_close(own, batch.support.at(slots).logp, atol=5e-2, rtol=0)
+    batch = batch.replace(support=other_values(batch.support))
+    if chunk:
+        install_logits_chunks(learner.model, chunk)
+    model = copy.deepcopy(learner.model)
+    scored, metrics, _ = one_step(learner, batch)
+
+    kept = batch.support.at(slots)
+    q = torch.zeros(len(slots), model.config.vocab_size)
+    q[kept.slot_of, kept.ids.long()] = kept.logp.exp()
+    with bind_routers(model).replay(batch.routing, check=False):
+        table = tempered_logits(model, batch, slots).masked_fill(q == 0, -torch.inf)
+        logp = table.log_softmax(-1)
+        of_token = logp.gather(-1, batch.target_ids[slots, None])[:, 0]
+        centred = of_token - (q * logp.masked_fill(q == 0, 0.0)).sum(-1)
+        (-(scored.advantage[slots] * centred).sum() / len(slots)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_a_reference_is_scored_over_the_same_sets():
+    """So the KL of the loss is between two distributions over what the engine kept."""
+    reference = trainer_of(peaked("qwen3_moe"))
+    with torch.no_grad():
+        reference.model.norm.weight.mul_(0.7)
+    settings = ["rollout.sampling.top_p=0.8", "objective.kl.coef=0.1"]
+    learner = learner_of(*settings, reference=reference)
+    batch = sampled(learner.model, {"top_p": 0.8}, temperature=1.0)
+    batch = batch.replace(outcome=torch.ones(8), group=torch.arange(8) // 2)
+    scored, metrics, _ = one_step(learner, batch)
+    slots = batch.trainable.nonzero()[:, 0]
+    with torch.no_grad():
+        table = support_logits(tempered_logits(reference, batch, slots), batch.support.at(slots))
+    expected = table.log_softmax(-1).gather(-1, batch.target_ids[slots, None])[:, 0]
+    torch.testing.assert_close(scored.logp_ref[slots], expected, atol=1e-5, rtol=0)
+    assert metrics["train/kl"] > 0
+
+
 def test_shared_prompts_do_not_change_a_step():
     found = []
     for setting in ("true", "false"):
@@ -187,7 +247,27 @@ def least_likely(batch, learner):
     return SupportTrace.from_sets(sets)
 
 
+def within(change):
+    """Change the sets of the sampled tokens: list of KeptSet -> list of KeptSet."""
+
+    def plant(batch, _):
+        parts, slots = batch.support.split(), batch.trainable.nonzero()[:, 0].tolist()
+        for slot, kept in zip(slots, change([parts[slot] for slot in slots]), strict=True):
+            parts[slot] = kept
+        return batch.replace(support=SupportTrace.join(parts))
+
+    return plant
+
+
 PLANTED = {
+    "of the token before": (
+        within(lambda sets: [sets[-1], *sets[:-1]]),
+        "not in their own support, .* The sets are those of the token before",
+    ),
+    "of another request": (
+        within(lambda sets: sets[TOKENS:] + sets[:TOKENS]),
+        "not in their own support, .* belongs to another request",
+    ),
     "shifted": (
         lambda batch, _: batch.replace(support=rolled(batch.support, 1)),
         "have no support|not in their own support",
@@ -215,8 +295,8 @@ def rolled(support, shift):
 
 def without(support, slot):
     parts = list(support.split())
-    slot = next(i for i in range(slot, len(parts)) if len(parts[i]))
-    return SupportTrace.join([*parts[:slot], parts[slot][:0], *parts[slot + 1 :]])
+    slot = next(i for i in range(slot, len(parts)) if len(parts[i].ids))
+    return SupportTrace.join([*parts[:slot], KeptSet(parts[slot].ids[:0]), *parts[slot + 1 :]])
 
 
 def test_planted_faults_stop_in_scoring(subtests):

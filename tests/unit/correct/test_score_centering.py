@@ -5,7 +5,11 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, ObjectiveConfig
-from onepolicy.correct.current_policy import centered_score, live_weights
+from onepolicy.correct.current_policy import (
+    centered_score,
+    centered_support_score,
+    live_weights,
+)
 from onepolicy.correct.presets import preset
 from onepolicy.objective.loss import policy_loss
 from support.objective_batches import batch
@@ -69,6 +73,25 @@ def test_tokens_the_rollout_cannot_sample_have_no_score() -> None:
     # sum of q rho s over what q can sample
     expected = score_gradient(P.float(), lambda logp: (P.float() * logp)[:2])
     assert mean_score(P.float(), q, config) == pytest.approx(expected, abs=1e-6)
+
+
+def test_sets_of_several_slots() -> None:
+    """Of every set, as of the same tokens in a table. The last slot's token was certain."""
+    config = CorrectionConfig(
+        ratio="new/rollout", centering="support", weight={"level": "token", "high": 2.0}
+    )
+    sizes = torch.tensor([4, 3, 1])
+    rollout = torch.cat([Q, Q[:3] / Q[:3].sum(), torch.ones(1, dtype=torch.float64)]).log()
+    logits = torch.cat([P, P[1:], P[:1]]).log().requires_grad_()
+    sets = zip(logits.split(sizes.tolist()), rollout.split(sizes.tolist()), strict=True)
+    expected = torch.stack([centered_score(p.log_softmax(-1), q, config) for p, q in sets])
+    (wanted,) = torch.autograd.grad((expected * torch.arange(1, 4)).sum(), logits)
+    logp = torch.cat([part.log_softmax(-1) for part in logits.split(sizes.tolist())])
+    found = centered_support_score(logp, rollout, sizes, config)
+    (gradient,) = torch.autograd.grad((found * torch.arange(1, 4)).sum(), logits)
+    assert gradient.tolist() == pytest.approx(wanted.tolist(), abs=1e-12)
+    assert gradient[:7].abs().min() > 1e-3
+    assert gradient[7] == 0
 
 
 def gradient(config: CorrectionConfig, advantage: Tensor) -> Tensor:

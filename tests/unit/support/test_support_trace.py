@@ -45,6 +45,9 @@ def test_all_forms_are_one(sets, data):
         SupportTrace.join(trace.split()),
     ]
     assert all(form == trace for form in forms)
+    valued = SupportTrace.from_sets(sets, [[-float(token) for token in each] for each in sets])
+    assert SupportTrace.join(valued.split()) == valued or not len(valued.ids)
+    assert valued.without_logp() == trace
     cut = data.draw(st.integers(0, len(sets)))
     assert SupportTrace.concat([trace.at(slice(0, cut)), trace.at(slice(cut, None))]) == trace
     order = torch.tensor(data.draw(st.permutations(range(len(sets)))))

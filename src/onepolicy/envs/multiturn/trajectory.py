@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import DuplicateRoutes
-from onepolicy.support.trace import SupportTrace
+from onepolicy.support.trace import KeptSet, SupportTrace
 from onepolicy.types import (
     Completion,
     FinishReason,
@@ -44,7 +44,7 @@ class Trajectory:
         self._logp = [float("nan")] * len(self.tokens)
         self._version = [OBSERVED] * len(self.tokens)
         self._tops: dict[int, tuple[Tensor, Tensor]] = {}  # token -> [k] top_ids, [k] top_logp
-        self._sets: dict[int, Tensor] = {}  # token -> ids that it was drawn from
+        self._sets: dict[int, KeptSet] = {}  # token -> what it was drawn from
         self._routes = RouteBuffer(duplicate_routes)
         self._fingerprints: list[frozenset[str]] = []  # of each completion
         self.turns = 0
@@ -102,7 +102,7 @@ class Trajectory:
         for kept in (self.tokens, self._turn, self._logp, self._version):
             del kept[length:]
         self._tops = {token: top for token, top in self._tops.items() if token < length}
-        self._sets = {token: ids for token, ids in self._sets.items() if token < length}
+        self._sets = {token: kept for token, kept in self._sets.items() if token < length}
         self._routes.truncate(length)
         self.turns = max(self._turn) + 1
         self.finish = "stop"
@@ -159,7 +159,7 @@ class Trajectory:
         """Return the sets of all slots, empty where an observed token is predicted."""
         if not self._sets:
             return None
-        empty = torch.empty(0, dtype=torch.int32)
+        empty = KeptSet(torch.empty(0, dtype=torch.int32))
         return SupportTrace.join([self._sets.get(i, empty) for i in range(1, length)])
 
     def _stack_tops(self, column: int, fill: float, length: int) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.models.top_k_top_p import WHOLE_VOCABULARY, apply_min_p, apply_top_k_top_p
-from onepolicy.support.trace import SupportTrace
+from onepolicy.support.trace import KeptSet, SupportTrace
 from onepolicy.types import Sampling
 
 # part of the numerics contract with the trainer
@@ -37,6 +37,7 @@ class BatchSampling:
     min_p: Tensor | None = None  # [B, 1] float32
     top_logprobs: int = 0  # the largest of any row
     support: Tensor | None = None  # [B] bool, rows that return the tokens they are drawn from
+    support_logp: bool = False  # some row wants the log-probabilities of these, too
 
     @classmethod
     def from_requests(cls, rows: Sequence[Sampling], device: torch.device) -> BatchSampling:
@@ -63,6 +64,7 @@ class BatchSampling:
             column(min_p, 0.0, torch.float32),
             max(row.top_logprobs for row in rows),
             support,
+            any(row.support_logp for row in rows),
         )
 
 
@@ -81,7 +83,7 @@ class Sampled(NamedTuple):
     logp: Tensor  # [B] float32
     top_ids: Tensor | None  # [B, k] int64, most likely first; None if k is 0
     top_logp: Tensor | None  # [B, k] float32
-    support: tuple[Tensor, ...] = ()  # [B] CPU, int32 ids each was drawn from, if one asks for it
+    support: Sequence[KeptSet] = ()  # [B] CPU, what each was drawn from, if one asks for it
 
 
 def uniform_numbers(seed: int, count: int, num_drawn: int = 0) -> np.ndarray:
@@ -98,10 +100,7 @@ def sample_tokens(logits: Tensor, uniform: Tensor, rows: BatchSampling) -> Sampl
     tempered = logits
     if rows.temperature is not None:
         tempered = logits / rows.temperature
-    if rows.min_p is not None:
-        tempered = apply_min_p(tempered, rows.min_p)
-    if rows.top_k is not None or rows.top_p is not None:
-        tempered = apply_top_k_top_p(tempered, top_k=rows.top_k, top_p=rows.top_p)
+    tempered = narrow(tempered, rows)
     logp = torch.log_softmax(tempered, -1)
     tokens = _invert_cdf(logp.exp(), uniform)
     if rows.greedy is not None:
@@ -110,11 +109,21 @@ def sample_tokens(logits: Tensor, uniform: Tensor, rows: BatchSampling) -> Sampl
     top_ids: Tensor | None = None
     if rows.top_logprobs:
         top_logp, top_ids = logp.topk(rows.top_logprobs, -1)
-    support: tuple[Tensor, ...] = ()
+    support: Sequence[KeptSet] = ()
     if rows.support is not None:
         kept = tempered.isfinite() & rows.support[:, None]
-        support = SupportTrace.from_mask(kept).to("cpu").split()
+        values = logp if rows.support_logp else None
+        support = SupportTrace.from_mask(kept, values).to("cpu").split()
     return Sampled(tokens[:, 0], logp.gather(-1, tokens)[:, 0], top_ids, top_logp, support)
+
+
+def narrow(tempered: Tensor, rows: BatchSampling) -> Tensor:
+    """Return [B, V]: -inf where min_p, top_k or top_p cut, in this order as vLLM."""
+    if rows.min_p is not None:
+        tempered = apply_min_p(tempered, rows.min_p)
+    if rows.top_k is not None or rows.top_p is not None:
+        tempered = apply_top_k_top_p(tempered, top_k=rows.top_k, top_p=rows.top_p)
+    return tempered
 
 
 def _invert_cdf(probability: Tensor, uniform: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import EngineCaps
-from onepolicy.support.trace import SupportTrace
+from onepolicy.support.trace import KeptSet, SupportTrace
 from onepolicy.types import Completion, FinishReason, Sampling
 
 
@@ -38,8 +38,8 @@ class SequenceRequest:
     """Ids and log-probabilities [k] of the most likely tokens for every sampled token, if asked
     for."""
 
-    sets: list[Tensor] = field(default_factory=list)
-    """Ids of the tokens that each sampled token was drawn from, if asked for."""
+    sets: list[KeptSet] = field(default_factory=list)
+    """What each sampled token was drawn from, if asked for."""
 
     @property
     def limit(self) -> int:
@@ -51,7 +51,7 @@ class SequenceRequest:
             return "stop"
         return "length"
 
-    def add_support(self, sets: tuple[Tensor, ...], row: int) -> None:
+    def add_support(self, sets: Sequence[KeptSet], row: int) -> None:
         """Store the set of the step that was just sampled in `row`, if this request asks for it."""
         if self.sampling.support:
             self.sets.append(sets[row])
@@ -60,7 +60,10 @@ class SequenceRequest:
         """Return the sets of the sampled tokens, None if not asked for."""
         if not self.sampling.support:
             return None
-        return SupportTrace.join(self.sets)
+        support = SupportTrace.join(self.sets)
+        if not self.sampling.support_logp:  # another request of the batch asked for them
+            support = support.without_logp()
+        return support
 
     def add_top_logprobs(self, ids: Tensor | None, logp: Tensor | None, row: int) -> None:
         """Store the most likely tokens of the step that was just sampled in `row`.

@@ -279,7 +279,7 @@ class _VLLMBatch:
             self._routing(output, len(request.prompt), version, request.sampling.routes_from),
             request.sampling.routes_from,
             adapter=adapter_of(output),
-            **top_and_support(top_ids, top_logp, request.sampling),
+            **top_and_support(top_ids, top_logp, request.sampling, _own_sets(result)),
         )
 
     def _routing(
@@ -314,6 +314,15 @@ def _logprobs(result: Any, k: int) -> tuple[Tensor, Tensor | None, Tensor | None
         return logp[:, 0].contiguous(), None, None
     ids = torch.tensor(result.logprobs.token_ids, dtype=torch.int32).view(logp.shape)
     return logp[:, 0].contiguous(), ids[:, 1:].contiguous(), logp[:, 1:].contiguous()
+
+
+def _own_sets(result: Any) -> list[list[int]] | None:
+    """Return vLLM's own sets; None unless it was started with return_sampling_mask."""
+    mask = getattr(result, "sampling_mask", None)  # from 0.28 on
+    if mask is None:
+        return None
+    sets: list[list[int]] = mask.token_ids
+    return sets
 
 
 def check_temperature(sampling: Sampling) -> None:

@@ -100,9 +100,19 @@ def test_supports_of_the_rows_that_ask():
     asked = [Sampling(1.0, 1, support=True, **kind) for kind in kinds]
     rows = BatchSampling.from_requests([*asked, Sampling(1.0, 1, top_k=1)], CPU)
     new = sample_tokens(P.log().expand(6, -1), torch.zeros(6).double(), rows)
-    sets = [ids.tolist() for ids in new.support]
+    sets = [kept.ids.tolist() for kept in new.support]
     assert sets == [[1, 3], [1, 2, 3], [1, 2, 3], [1, 3], [0, 1, 2, 3], []]
+    assert all(kept.logp is None for kept in new.support)
     assert new.logp[3].exp() == pytest.approx(4 / 7 if new.tokens[3] == 1 else 3 / 7)
+
+
+def test_a_support_with_its_values():
+    """By hand: 0.4 and 0.3 of P after top_k = 2."""
+    asked = Sampling(1.0, 1, top_k=2, support=True, support_logp=True)
+    rows = BatchSampling.from_requests([asked], CPU)
+    (kept,) = sample_tokens(P.log()[None], torch.zeros(1).double(), rows).support
+    assert kept.ids.tolist() == [1, 3]
+    assert kept.logp.exp().tolist() == pytest.approx([4 / 7, 3 / 7])
 
 
 def test_top_logprobs_are_of_the_distribution_sampled_from():

@@ -5,6 +5,7 @@ Nothing after these checks could detect a wrong reply.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, NotRequired
 
 import numpy as np
@@ -58,6 +59,8 @@ class _Choice(Reply):
     token_ids: TokenIds
     logprobs: _LogProbs
     finish_reason: str
+    # of a server with --enable-return-sampling-mask (Model Runner V2)
+    sampling_mask: Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
 
 
 class _CacheUse(Reply):
@@ -156,7 +159,7 @@ def parse_reply(
         routing,
         request.first_row,
         adapter=adapter,
-        **_top_and_support(top_ids, top_logp, sampling),
+        **_top_and_support(top_ids, top_logp, sampling, choice.sampling_mask),
     )
 
 
@@ -224,26 +227,64 @@ def _adapter(told: str | None, request: Request) -> tuple[str | None, int]:
     return name, int(version)
 
 
-def top_and_support(ids: Tensor | None, logp: Tensor | None, sampling: Sampling) -> dict[str, Any]:
+def top_and_support(
+    ids: Tensor | None,
+    logp: Tensor | None,
+    sampling: Sampling,
+    mask: Sequence[Sequence[int]] | None = None,
+) -> dict[str, Any]:
     """Return those of top_ids, top_logp and support that the sampling asks for, by these names.
 
-    ids, logp: [n, k] of the likeliest tokens, most likely first; None if k is 0. Raises UsageError
-    if there are too few of them to be the whole support.
+    ids, logp: [n, k] of the likeliest tokens, most likely first; None if k is 0. mask: vLLM's own
+    sets (`sampling_mask`), if it returns them. Raises UsageError if these are others, or if there
+    are none and the likeliest are too few to be the whole support.
     """
     found: dict[str, Any] = {}
     if ids is None or logp is None:
         return found
     if sampling.support:
-        found["support"] = SupportTrace.from_logp(ids, logp)
+        found["support"] = _support(ids, logp, sampling, mask)
     k = sampling.top_logprobs
     if k:
         found |= {"top_ids": ids[:, :k].contiguous(), "top_logp": logp[:, :k].contiguous()}
     return found
 
 
-def _top_and_support(ids: Tensor | None, logp: Tensor | None, sampling: Sampling) -> dict[str, Any]:
+def _support(
+    ids: Tensor, logp: Tensor, sampling: Sampling, mask: Sequence[Sequence[int]] | None
+) -> SupportTrace:
+    own = None
+    if mask is not None:
+        own = SupportTrace.from_sets(mask)
+        if len(own) != len(ids):
+            raise UsageError(f"sampling_mask: {len(own)} sets for {len(ids)} tokens")
     try:
-        return top_and_support(ids, logp, sampling)
+        listed = SupportTrace.from_logp(ids, logp)
+    except UsageError:
+        if own is None or sampling.support_logp:
+            raise
+        return own  # it has every token that ties at top_k, too
+    if own is not None and own != listed.without_logp():
+        raise UsageError(
+            "sampling_mask: its sets are not the tokens with a log-probability; vLLM's sampler and "
+            "its log-probabilities disagree"
+        )
+    if not sampling.support_logp:
+        listed = listed.without_logp()
+    return listed
+
+
+def _top_and_support(
+    ids: Tensor | None,
+    logp: Tensor | None,
+    sampling: Sampling,
+    mask: list[list[int]] | None,
+) -> dict[str, Any]:
+    for row in mask or []:
+        if not row:
+            raise MalformedReply("sampling_mask: an empty set, but every token was drawn from one")
+    try:
+        return top_and_support(ids, logp, sampling, mask)
     except UsageError as error:
         raise MalformedReply(str(error)) from error
 

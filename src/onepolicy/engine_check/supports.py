@@ -1,0 +1,146 @@
+"""Whether an engine returns the tokens that top_p, top_k and min_p kept, and the right ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from onepolicy.config import RunConfig, TrainingError, UsageError
+from onepolicy.config.rules import Check
+from onepolicy.engine_check.checks import GeneratedBatch, generate_all, score_generated
+from onepolicy.interfaces import RolloutEngine
+from onepolicy.notation import number
+from onepolicy.rollout.hf.sampler import BatchSampling, narrow
+from onepolicy.support.checks import SupportError, check_supports
+from onepolicy.support.trace import TOTAL_TOLERANCE, SupportTrace
+from onepolicy.train.scorer import PolicyScorer
+from onepolicy.types import Completion, Sampling, TokenBatch
+
+TOP_P, TOP_K = 0.9, 20
+"""Of the requests, if the run's own sampling cuts nothing."""
+MOST_APART = 0.05
+"""Most mean probability of tokens that are in the engine's set or in the trainer's, not in both.
+
+Rounding moves a token over the border, which has little; another top_p, or sets of other tokens,
+move much more.
+"""
+FIX = "return, for every sampled token, the ids that top_p, top_k and min_p left (docs/supports.md)"
+
+
+async def ask_for_supports(
+    engine: RolloutEngine,
+    prompts: list[list[int]],
+    config: RunConfig,
+    vocabulary: int,
+    *,
+    tokens: int,
+) -> GeneratedBatch | str:
+    """Request completions with the sets that their tokens were drawn from.
+
+    Returns why there are none if the engine refuses such requests. tokens: of a completion.
+    """
+    chosen = config.rollout.sampling
+    top_p, top_k, min_p = TOP_P, min(TOP_K, vocabulary - 1), 0.0
+    if chosen.narrows:
+        top_p, top_k, min_p = chosen.top_p, chosen.top_k, chosen.min_p
+    values = config.rollout.engine.can.support_logp
+    sampling = Sampling(1.0, tokens, top_p, top_k, min_p, support=True, support_logp=values)
+    try:
+        return await generate_all(engine, prompts, sampling, range(len(prompts)))
+    except (UsageError, TrainingError) as error:
+        return str(error)
+
+
+def check_returned_supports(
+    scorer: PolicyScorer, asked: GeneratedBatch | str, support: Check, *, needed: bool
+) -> Check:
+    """Check that every token is in its set, and that the sets are the trainer's own.
+
+    support: the passed check of the sampling, to which this one adds. needed: the run samples with
+    top_p, top_k or min_p, so an engine without supports is at fault.
+    """
+    if isinstance(asked, str):
+        return _without(support, f"requests for supports fail: {asked}", needed)
+    if all(done.support is None for done in asked.completions):
+        return _without(support, "no supports are returned", needed)
+    fault = _malformed(asked.completions, scorer.vocab_size)
+    if fault is not None:
+        return Check("support", False, fault, FIX)
+    batch = score_generated(scorer, asked)
+    same, apart = _compare(scorer, batch, asked.sampling)
+    text = (
+        f"{int(same.sum())} of {len(same)} returned sets are the trainer's own; the rest are "
+        f"{number(float(apart.mean()), share=True)} of the probability apart"
+    )
+    if not apart.mean() <= MOST_APART:  # also if it is NaN
+        return Check("support", False, text, FIX)
+    return replace(support, found=f"{support.found}; {text}")
+
+
+def _without(support: Check, text: str, needed: bool) -> Check:
+    if needed:
+        return Check("support", False, text, FIX)
+    return replace(support, found=f"{support.found}; {text}, so train without top_p, top_k, min_p")
+
+
+def _malformed(completions: Sequence[Completion], vocabulary: int) -> str | None:
+    """Return the first fault of the sets by themselves, None if there is none."""
+    for i, done in enumerate(completions):
+        support = done.support
+        if support is None:
+            support = SupportTrace.missing(len(done.token_ids))
+        if len(support) != len(done.token_ids):
+            return f"request {i}: {len(support)} supports for {len(done.token_ids)} tokens"
+        try:
+            support.check_values(vocabulary)
+            check_supports(support, done.token_ids, name=f"request {i}")
+        except (UsageError, SupportError) as error:
+            return str(error)
+        fault = _wrong_values(support, done)
+        if fault is not None:
+            return f"request {i}: {fault}"
+    return None
+
+
+def _wrong_values(support: SupportTrace, done: Completion) -> str | None:
+    """Return what is wrong with the values of the sets, if there are any."""
+    if support.logp is None:
+        return None
+    total = torch.segment_reduce(
+        support.logp.double().exp(), "sum", lengths=support.sizes, unsafe=True
+    )
+    short = ((total - 1).abs() > TOTAL_TOLERANCE).nonzero()[:, 0].tolist()
+    if short:
+        return (
+            f"the probabilities of the set of token {short[0]} add up to "
+            f"{float(total[short[0]]):.6f}, as if tokens were missing"
+        )
+    own = support.ids == done.token_ids[support.slot_of]
+    if not torch.allclose(support.logp[own], done.logp, atol=1e-4, rtol=0):
+        return "log-probabilities of the sampled tokens are others in their sets"
+    return None
+
+
+@torch.no_grad()
+def _compare(
+    scorer: PolicyScorer, batch: TokenBatch, sampling: Sampling
+) -> tuple[Tensor, Tensor]:  # [n] bool, [n] float32
+    """Return which sets are the trainer's own, and the probability of tokens in one set alone."""
+    same, apart = [], []
+    for chosen in scorer.micro_batches(batch):
+        micro = batch.select(chosen).to(scorer.device)
+        slots = micro.trainable.nonzero()[:, 0]
+        tempered = scorer.logits(micro, slots)
+        rows = BatchSampling.from_requests([sampling] * len(slots), tempered.device)
+        own = narrow(tempered, rows).isfinite()
+        assert micro.support is not None
+        kept = micro.support.at(slots)
+        engine = torch.zeros_like(own)
+        engine[kept.slot_of, kept.ids.long()] = True
+        alone = own ^ engine
+        same.append(~alone.any(-1).cpu())
+        apart.append((tempered.softmax(-1) * alone).sum(-1).cpu())
+    return torch.cat(same), torch.cat(apart)
