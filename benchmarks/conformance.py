@@ -28,6 +28,9 @@ from onepolicy.record.probes import read_run
 from onepolicy.record.schema import write_parquet
 from support.audit_dumps import moved_routes, with_routes
 from support.audit_faults import FAULTS, MOE, SMALL, world
+from support.support_faults import PLANTED as IN_SUPPORTS
+from support.support_faults import rows_of as supported_rows
+from support.support_faults import supported_world
 
 ROOT = Path(__file__).parents[1]
 SHORT = ("steps=1", "eval.every=0", "log.counterfactual_every=1", "log.report=false")
@@ -35,10 +38,12 @@ SHORT += ("rollout.prompts_per_step=4", "log.tensorboard=false", "train.threads=
 VLLM = ("rollout.engine.kind=vllm", "rollout.engine.kv_cache_gib=0.25")
 VLLM += ("rollout.engine.block_size=32",)
 ONE_OF_128 = ("routing_gap.toml", "model.path=benchmarks/evidence/policies/one-of-128")
+TWO_OF_8 = ("model.path=benchmarks/evidence/policies/two-of-8", "task.ops=4")
 RUNS = {
     "embedded_bfloat16": ("quickstart.toml",),
     "embedded_int8": ("quickstart.toml", "rollout.quant=int8", "correction.preset=tis"),
     "vllm_bfloat16": ("quickstart.toml", *VLLM),
+    "embedded_top_p": ("quickstart.toml", *TWO_OF_8, "rollout.sampling.top_p=0.8"),
     "on_policy": ("on_policy.toml",),
     "turns": ("agent_products.toml",),
     "other_experts": (*ONE_OF_128, "replay.mode=off"),
@@ -60,6 +65,12 @@ PLANTED = {
     "copied_rows": "copied rows, 30%",
     "prompts_scored_in_mask": "prompts in mask, both sides",
     "probabilities": "probabilities",
+}
+PLANTED_IN_SUPPORTS = {
+    "supports_one_late": "a token late",
+    "supports_raw": "the engine's values are raw",
+    "supports_other_top_p": "the trainer cuts at another top-p",
+    "supports_missing": "missing",
 }
 REFUSED = {"probabilities": "probabilities instead of their logarithms"}
 """Words with which the audit refuses a dump."""
@@ -96,6 +107,8 @@ def dumps() -> Iterator[tuple[str, str, Callable[[], Rows]]]:
     for name, fault in PLANTED.items():
         yield name, f"planted: {fault}", partial(rows_of_world, SMALL, fault)
     yield "routes_one_late", "planted: the engine's routes are one row late", rows_of_late_routes
+    for name, fault in PLANTED_IN_SUPPORTS.items():
+        yield name, f"planted: supports, {fault}", partial(rows_with_supports, fault)
 
 
 def rows_of_training(words: list[str]) -> Rows:
@@ -116,6 +129,10 @@ def rows_of_run(run: Path) -> Rows:
             for name, values in block.columns.items():
                 if len(values) == len(block.lengths):
                     rows[-1][name] = values[row].item()
+                elif name == "support_ids":
+                    bounds = block.columns["support_counts"][:end].cumsum()[[start - 1, end - 1]]
+                    first = int(bounds[0]) if start else 0
+                    rows[-1][name] = values[first : int(bounds[1])].tolist()
                 else:
                     rows[-1][name] = values[start:end].reshape(-1).tolist()
     return rows
@@ -137,6 +154,13 @@ def rows_of_world(gap: str, fault: str | None = None) -> Rows:
             else:
                 rows[-1][name] = values[start:end].tolist()
     return rows
+
+
+def rows_with_supports(fault: str) -> Rows:
+    """Return rows with supports, with a planted fault."""
+    arguments, move, _, _ = IN_SUPPORTS[fault]
+    made, sets = supported_world(0, **arguments)
+    return supported_rows(made, move(made, sets))[:32]
 
 
 def rows_of_late_routes() -> Rows:

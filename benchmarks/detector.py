@@ -1,6 +1,6 @@
 """The cost of the alignment detector, and the agreement of real routes.
 
-These are numbers of docs/costs.md and docs/replay_checks.md.
+These are numbers of docs/costs.md and docs/replay.md.
 
     python benchmarks/detector.py cost --model tiny        # the parts of a replayed forward
     python benchmarks/detector.py cost --experts 64        # a random MoE of about 200M parameters

@@ -8,8 +8,9 @@ A page has a pair of comments where a table of docs/data/SET.json belongs:
     <!-- end -->
 
 The file has for each: `claim`, the sentence above it; `columns`, with units; `rows`; `commands`,
-which made it; `measured`, the machine; `"printed": false` if no page prints it. A row has a cell
-for every column: a text, a number, null for nothing, or a number that another table has:
+which made it; `measured`, the machine. `"printed": false`: no page prints the table; in a column,
+its page leaves it out. A row has a cell for every column: a text, a number, null for nothing, or a
+number that another table has:
 
     {"table": "SET/ID", "row": FIRST_CELL or [FIRST_CELLS], "column": NAME}
     {"table": "SET/ID", "of": "lowest" or "highest", "column": NAME}
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -36,7 +38,7 @@ BLOCK = re.compile(r"<!-- table: ([\w/-]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 NAMED = re.compile(r"\{([\w/-]+): ([^:{}]+): ([^:{}]+)\}")
 WIDTH = 130
 KEYS = {"id", "claim", "columns", "rows", "from", "study", "commands", "measured", "printed"}
-COLUMN_KEYS = {"name", "unit", "signed", "value"}
+COLUMN_KEYS = {"name", "unit", "signed", "value", "printed"}
 TEXTS = {"study", "arm", "against"}
 """Values of a study that are no numbers."""
 
@@ -120,10 +122,13 @@ def written(text: str) -> str:
 def block(table_name: str) -> str:
     """Return one table with its claim above and its commands below."""
     table = other(table_name)
-    head = [heading(column) for column in table["columns"]]
-    lines = [head, ["---"] * len(head), *cells(table)]
+    shown = [column.get("printed", True) for column in table["columns"]]
+    head = list(itertools.compress(map(heading, table["columns"]), shown))
+    rows = [list(itertools.compress(row, shown)) for row in cells(table)]
+    lines = [f"| {' | '.join(line)} |\n" for line in (head, *rows)]
+    lines.insert(1, "|" + "---|" * len(head) + "\n")
     claim = NAMED.sub(lambda match: printed(named(*match.groups())), table["claim"])
-    parts = [wrapped(claim), "".join(f"| {' | '.join(line)} |\n" for line in lines)]
+    parts = [wrapped(claim), "".join(lines)]
     parts.append(wrapped(". ".join(origin(table))))
     body = "\n".join(part for part in parts if part)
     return f"<!-- table: {table_name} -->\n{body}<!-- end -->"

@@ -1,4 +1,4 @@
-"""Generated pages of docs/reference: settings, command line, metrics and presets.
+"""Generated pages of docs/reference: settings, command line and metrics.
 
 `python benchmarks/reference_pages.py` writes them anew, and the table of columns in
 docs/dump_schema.md.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
@@ -15,13 +16,11 @@ from typing import Any, NamedTuple, get_args, get_origin
 from onepolicy.cli import build_parser
 from onepolicy.cli.parser import Parser
 from onepolicy.config.base import LARGEST_FLOAT, LARGEST_INT, VARIANT_KEYS, Frozen
+from onepolicy.config.engine import VLLMEngineConfig
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.config.presets import offered_corrections
 from onepolicy.config.run import RunConfig
 from onepolicy.config.serve import ServeConfig
 from onepolicy.config.spelling import classes_of
-from onepolicy.correct.equations import NAMED, show, translations
-from onepolicy.objective.presets import describe_presets
 from onepolicy.record.schema import COLUMNS, ColumnSpec
 from onepolicy.run.log import METRICS
 
@@ -36,17 +35,30 @@ def pages() -> dict[str, str]:
         "settings.md": settings_page(),
         "command_line.md": command_line(),
         "metrics.md": metrics(),
-        "presets.md": presets(),
     }
 
 
 def command_line() -> str:
-    """Return the help of every command as Markdown."""
+    """Return the help of every command as Markdown, what all have in common once."""
     os.environ["COLUMNS"] = WIDTH  # argparse asks it for the width of its lines
-    text = f"# Command line\n\n{WRITTEN}"
+    text = (
+        "# Command line\n\nFor whoever types a command: what it takes. After it you can write any "
+        "command whole.\n\n"
+        f"{WRITTEN}\n`COMMAND --help` prints the same, with examples. Where `a.b=value` stands, "
+        "any [setting](settings.md) of a recipe may follow, without dashes.\n"
+    )
     for name, parser in _commands("onepolicy", build_parser()):
-        text += f"\n## {name}\n\n```\n{parser.format_help().rstrip()}\n```\n"
+        if name == "onepolicy" or not parser.subcommands():
+            text += f"\n## {name}\n\n```\n{_own_help(parser)}\n```\n"
     return text
+
+
+def _own_help(parser: Parser) -> str:
+    """Return a command's help without usage, examples, `--help` and what every command has."""
+    text = re.sub(r"\n  -h, --help +show this help message and exit", "", parser.format_help())
+    parts = [part.rstrip() for part in text.split("\n\n")]
+    left_out = ("usage:", "settings:\n", "corrections (`onepolicy config preset", "examples:\n")
+    return "\n\n".join(p for p in parts if p != "options:" and not p.startswith(left_out))
 
 
 def _commands(name: str, parser: Parser) -> Iterator[tuple[str, Parser]]:
@@ -55,38 +67,52 @@ def _commands(name: str, parser: Parser) -> Iterator[tuple[str, Parser]]:
         yield from _commands(f"{name} {child}", subparser)
 
 
+AREAS = {
+    "train": "Does it learn?",
+    "tools": "What do its tools do?",
+    "program": "What do its programs do? (those that ended in the step)",
+    "mismatch": "How far apart are engine and trainer?",
+    "routing": "How many routers choose other experts?",
+    "replay": "What is replayed?",
+    "repeat": "How noisy is the trainer? Two scorings with the same weights, packed in opposite "
+    "orders (R3 paper, section 3.3).",
+    "correction": "What does the correction do? Of rho (`ratio_*`) before any bound.",
+    "rollout": "What went wrong while sampling?",
+    "quant": "Do the calibrated scales still fit?",
+    "adapter": "Does the engine have the adapter? On a fixed batch, after every sync.",
+    "staleness": "How old are the tokens?",
+    "async": "Who waits?",
+    "time": "Where does the time go? [s]",
+    "sync": "What travels?",
+    "eval": "What can it do?",
+}
+"""Question that the metrics of an area answer."""
+
+
 def metrics() -> str:
-    """Return every column of metrics.jsonl, a table for each area."""
+    """Return every column of metrics.jsonl, a list for each area."""
     text = (
-        f"# Metrics\n\n{WRITTEN}\nA row of `metrics.jsonl` is one step. TensorBoard, W&B and "
-        "trackio show the same names. `rho` is p_trainer / p_rollout of a sampled token; `@k` "
-        "stands for a layer, a turn or a number.\n"
+        "# Metrics\n\nFor whoever reads `metrics.jsonl`, TensorBoard, W&B or trackio: the meaning "
+        "of every name, by the question that it answers.\nAfter it you know what a curve shows.\n\n"
+        f"{WRITTEN}\nA row is one step. `rho` is p_trainer / p_rollout of a sampled token; means "
+        "are over the step's trainable slots; `@k` stands for a layer, a turn or a number. "
+        "Units are in brackets, but for shares and plain numbers.\n"
     )
     areas: dict[str, list[str]] = {}
+    twice: list[str] = []
     for name, description in METRICS.items():
-        meaning, unit = description, ""
-        if description.endswith("]"):
-            meaning, _, unit = description[:-1].rpartition(" [")
-        row = f"| `{name}` | {_cell(meaning)} | {unit} |\n"
-        areas.setdefault(name.split("/")[0], []).append(row)
+        area, _, quantity = name.partition("/")
+        if area == "counterfactual":
+            twice.append(f"`{quantity}`")
+        else:
+            meaning = re.sub(r" \[(1|share|s)\]$", "", description)
+            areas.setdefault(area, []).append(f"- `{name}`: {meaning}\n")
     for area, rows in areas.items():
-        text += f"\n## {area}\n\n| metric | meaning | unit |\n|---|---|---|\n{''.join(rows)}"
-    return text
-
-
-def presets() -> str:
-    """Return every preset with its equation, and the settings of other frameworks for each."""
-    text = f"# Presets\n\n{WRITTEN}\n## Corrections\n"
-    for question, names in offered_corrections().items():
-        text += f"\n### {question}\n"
-        for name in names:
-            title, _, rest = show(name).partition("\n")
-            text += f"\n#### {name}\n\n{title.partition(': ')[2]}\n\n```\n{rest.strip()}\n```\n"
-    text += f"\n## Objectives\n\n```\n{describe_presets()}\n```\n"
-    text += "\n## From another framework\n\nAs `onepolicy config preset --from FRAMEWORK`.\n"
-    for framework, title in NAMED.items():
-        text += f"\n### {title}\n\n```toml\n{translations(framework)}\n```\n"
-    return text
+        text += f"\n## {area}\n{AREAS[area]}\n\n{''.join(rows)}"
+    return text + (
+        "\n## counterfactual\nWhat would it be without replay? `counterfactual/NAME`, of the same "
+        f"batch scored without it (`log.counterfactual_every`): {', '.join(twice)}.\n"
+    )
 
 
 def with_columns(page: str) -> str:
@@ -116,26 +142,37 @@ def _cell(text: str) -> str:
 INTRODUCTION = """\
 # Settings
 
-Written by `python benchmarks/reference_pages.py` from the models in `src/onepolicy/config/`, where
-every setting has its description; a test compares this page with them.
+For whoever writes a recipe: every setting with its default and bounds. After it you can change any
+of them, in the file or as `section.key=value` on the command line.
 
-A recipe is a TOML file: a setting `section.key` of this page is `key` in the table `[section]`. Any
-setting can be changed on the command line as `section.key=value`. `onepolicy config RECIPE` prints
-all effective settings of a recipe with these descriptions. *Unset* is the absence of a setting:
-leave it out. Settings that contradict each other are an error; one that changes nothing beside the
-others is named in one line on stderr.
+Written by `python benchmarks/reference_pages.py` from the models in `src/onepolicy/config/`; a test
+compares them.
+
+`section.key` is `key` in the table `[section]` of the TOML file. Brackets hold the default, then
+other choices or bounds; no number may be negative but returns and bounds of gates, and what has
+no type is text. *unset*: leave it out. `onepolicy config RECIPE` prints what results. Settings that
+contradict each other are an error; one that changes nothing is named on stderr.
 """
-COMMANDS: tuple[tuple[str, type[Frozen], str], ...] = (
+COMMANDS: tuple[tuple[str, type[Frozen], type[Frozen] | None, str], ...] = (
     (
         "Settings of a run",
         RunConfig,
+        None,
         "`onepolicy train`. `eval`, `measure`, `plan` and `engine check` read the same recipes and "
         "ignore what they have no use for.",
     ),
-    ("Settings of make-policy", PolicyConfig, "`onepolicy make-policy`, as `key=value`."),
-    ("Settings of engine serve", ServeConfig, "`onepolicy engine serve MODEL`, as `key=value`."),
+    ("Settings of make-policy", PolicyConfig, None, "`onepolicy make-policy`, as `key=value`."),
+    (
+        "Settings of engine serve",
+        ServeConfig,
+        VLLMEngineConfig,
+        "`onepolicy engine serve MODEL`, as `key=value`: those of [rollout.engine](#rolloutengine) "
+        "with kind `vllm`, and",
+    ),
 )
-UNBOUNDED = (LARGEST_INT, LARGEST_FLOAT, 2**63)
+"""Title, settings, those of them that stand elsewhere on the page, and what takes them."""
+UNBOUNDED = (2**16, 2**20, 2**24, 2**63, LARGEST_INT, LARGEST_FLOAT)
+"""Largest values that are far above any use."""
 
 
 class Section(NamedTuple):
@@ -145,6 +182,7 @@ class Section(NamedTuple):
     variants: list[type[Frozen]]
     default: object  # its value if it is not set
     is_list: bool  # entries of a list are such sections
+    about: str  # its description
 
 
 Known = dict[str, list[type[Frozen]]]
@@ -155,23 +193,26 @@ def settings_page() -> str:
     """Return the page of all settings as Markdown."""
     parts: list[str] = [INTRODUCTION]
     known: Known = {}
-    for title, kind, about in COMMANDS:
+    for title, kind, elsewhere, about in COMMANDS:
         parts.append(f"## {title}\n{about}\n")
-        parts += _section_texts(Section("", [kind], None, is_list=False), known)
+        top = Section("", [kind], None, is_list=False, about="")
+        parts += _section_texts(top, known, elsewhere)
     return "\n".join(parts)
 
 
-def _section_texts(section: Section, known: Known) -> Iterator[str]:
+def _section_texts(
+    section: Section, known: Known, elsewhere: type[Frozen] | None = None
+) -> Iterator[str]:
     """Yield the text of a section and of those inside it. A known section is a link."""
     for path, variants in known.items():
         if set(section.variants) <= set(variants):
             chosen = ""
             if len(section.variants) < len(variants):
                 chosen = _chosen_variants(section)
-            yield f"### {section.path}\nAs {_link(path)}{chosen}.\n"
+            yield f"### {section.path}\n{section.about} As {_link(path)}{chosen}.\n"
             return
     known[section.path] = section.variants
-    yield _section_text(section)
+    yield _section_text(section, elsewhere)
     for inner in _inner_sections(section):
         yield from _section_texts(inner, known)
 
@@ -193,7 +234,8 @@ def _inner_sections(section: Section) -> list[Section]:
             classes = classes_of(field.annotation)
             if classes:
                 path = f"{section.path}.{name}".removeprefix(".")
-                inner[path] = Section(path, classes, field.default, _is_list(field.annotation))
+                listed, about = _is_list(field.annotation), _description(variant, name)
+                inner.setdefault(path, Section(path, classes, field.default, listed, about))
     return list(inner.values())
 
 
@@ -202,17 +244,15 @@ def _is_list(annotation: Any) -> bool:
     return get_origin(annotation) is tuple or any(_is_list(each) for each in inner)
 
 
-def _section_text(section: Section) -> str:
-    """Return heading, variants and table of a section."""
+def _section_text(section: Section, elsewhere: type[Frozen] | None) -> str:
+    """Return heading and settings of a section."""
     lines: list[str] = []
     if section.path:
-        lines.append(f"### {section.path}")
-    variant_key = _variant_key(section)
-    if section.is_list:
-        lines.append("Each entry of the list:\n")
-    if variant_key is not None:
-        lines += _variants_table(section, variant_key)
-    lines += _settings_table(section, variant_key)
+        lines.append(f"### {section.path}\n{section.about}")
+        if section.is_list:
+            lines[-1] += " Each entry of the list:"
+        lines.append("")
+    lines += _setting_lines(section, elsewhere)
     return "\n".join([*lines, ""])
 
 
@@ -224,62 +264,58 @@ def _variant_key(section: Section) -> str | None:
     return next(name for name in VARIANT_KEYS if name in names)
 
 
-def _variants_table(section: Section, key: str) -> list[str]:
-    lines = [f"| {key} | |", "|---|---|"]
-    for variant in section.variants:
-        value = variant.default_of(key)
-        shown = f"`{value}`"
-        if isinstance(section.default, variant):
-            shown += " (default)"
-        lines.append(f"| {shown} | {_description(variant, key)} |")
-    return [*lines, ""]
-
-
-def _settings_table(section: Section, variant_key: str | None) -> list[str]:
-    """Return the rows of all variants. A setting that several variants have is one row."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for variant in section.variants:
-        chosen = ""
-        if variant_key is not None:
-            chosen = f"`{variant.default_of(variant_key)}`"
+def _setting_lines(section: Section, elsewhere: type[Frozen] | None) -> list[str]:
+    """Return a line for every setting. Those of a variant, or of several, stand below it."""
+    key = _variant_key(section)
+    names: dict[str, list[int]] = {}
+    for place, variant in enumerate(section.variants):
         for name in variant.model_fields:
-            if name != variant_key and not _is_only_kind(variant, name):
-                rows.setdefault(_row(variant, name, section), []).append(chosen)
-    header = ["key", "type", "default", "description"]
-    if variant_key is not None:
-        header.insert(1, variant_key)
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    for row, chosen_by in rows.items():
-        cells = list(row)
-        if variant_key is not None:
-            chosen = ", ".join(chosen_by)
-            if len(chosen_by) == len(section.variants):
-                chosen = "all"
-            cells.insert(1, chosen)
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+            shown = elsewhere is None or name not in elsewhere.model_fields
+            line = _line(variant, name) if name != key and shown else ""
+            if line:
+                names.setdefault(line, []).append(place)
+    if key is None:
+        return list(names)
+    below: dict[tuple[int, ...], list[str]] = {(i,): [] for i in range(len(section.variants))}
+    for line, places in names.items():
+        below.setdefault(tuple(places), []).append(f"    {line}")
+    return [f"`{key}` is one of these, with the settings below it:\n", *_groups(section, below)]
 
 
-def _is_only_kind(variant: type[Frozen], name: str) -> bool:
-    return name == "kind" and len(get_args(variant.model_fields[name].annotation)) == 1
+def _groups(section: Section, below: dict[tuple[int, ...], list[str]]) -> Iterator[str]:
+    """Yield each variant with its own settings, then variants that share some."""
+    key = _variant_key(section)
+    assert key is not None
+    for places, lines in below.items():
+        variants = [section.variants[place] for place in places]
+        named = "all"
+        if len(variants) < len(section.variants):
+            named = ", ".join(f"**`{variant.default_of(key)}`**" for variant in variants)
+        if len(variants) == 1:
+            if isinstance(section.default, variants[0]):
+                named += " (default)"
+            named += f" {_description(variants[0], key)}"
+        yield f"- {named}"
+        yield from lines
 
 
-def _row(variant: type[Frozen], name: str, section: Section) -> tuple[str, ...]:
+def _line(variant: type[Frozen], name: str) -> str:
+    """Return the line of a setting; nothing for a section or the only kind of a variant."""
     field = variant.model_fields[name]
-    description = _description(variant, name)
-    if classes_of(field.annotation):
-        path = f"{section.path}.{name}".removeprefix(".")
-        return f"`{name}`", f"section {_link(path)}", "", description
+    only_kind = name == "kind" and len(get_args(field.annotation)) == 1
+    if only_kind or classes_of(field.annotation):
+        return ""
     node = variant.model_json_schema()["properties"][name]
-    return f"`{name}`", type_text(node), _default(variant, name), description
+    values = values_text(node, _default(variant, name))
+    return f"- `{name}` ({values}): {_description(variant, name)}"
 
 
 def _description(variant: type[Frozen], name: str) -> str:
-    text = " ".join((variant.model_fields[name].description or "").split())
-    return text.replace("|", "\\|")
+    return " ".join((variant.model_fields[name].description or "").split())
 
 
 def _default(variant: type[Frozen], name: str) -> str:
+    """Return the default as TOML has it, `required` or `unset`."""
     field = variant.model_fields[name]
     if field.is_required():
         return "required"
@@ -291,45 +327,47 @@ def _default(variant: type[Frozen], name: str) -> str:
     return f"`{json.dumps(value)}`"
 
 
-def type_text(node: dict[str, Any]) -> str:
-    """Return the type of a setting in words, from its JSON schema."""
+def values_text(node: dict[str, Any], default: str) -> str:
+    """Return the default of a setting, then what it may be, from its JSON schema."""
     options = [each for each in node.get("anyOf", ()) if each != {"type": "null"}]
     if options:
-        return type_text(options[0])
-    if "const" in node:
-        return f"`{node['const']}`"
+        return values_text(options[0], default)
     if "enum" in node:
-        return ", ".join(f"`{each}`" for each in node["enum"])
-    match node["type"]:
-        case "integer" | "number" as kind:
-            return f"{kind} {_range(node)}".strip()
-        case "boolean":
-            return "true or false"
+        others = [f"`{json.dumps(each)}`" for each in node["enum"]]
+        return ", ".join([default, *(each for each in others if each != default)])
+    words = [default]
+    if default in ("required", "unset", "`[]`") and node["type"] != "string":
+        words.append(type_text(node))  # the default does not show it
+    if node["type"] in ("integer", "number"):
+        words += _bounds(node)
+    return ", ".join(words)
+
+
+def type_text(node: dict[str, Any]) -> str:
+    """Return the type of a setting in words."""
+    match node.get("type"):
         case "array" if "prefixItems" in node:
-            return f"list of {len(node['prefixItems'])} numbers"
+            return f"{len(node['prefixItems'])} numbers"
+        case "array" if "enum" in node["items"]:
+            return "list of " + ", ".join(f"`{each}`" for each in node["items"]["enum"])
         case "array":
-            return f"list of {type_text(node['items'])}".replace("of text", "of texts")
+            return f"list of {type_text(node['items'])}s"
         case "object":
             return "table"
-        case _:
+        case "string":
             return "text"
+        case other:
+            return str(other)
 
 
-def _range(node: dict[str, Any]) -> str:
-    """Return the bounds of a number. Largest values that are far above any use are left out."""
-    above, least = node.get("exclusiveMinimum"), node.get("minimum")
-    most, below = node.get("maximum"), node.get("exclusiveMaximum")
-    if node["type"] == "integer" and above is not None:
-        least = above + 1
-        above = None
-    if most in UNBOUNDED:
-        most = None
-    if below in UNBOUNDED:
-        below = None
-    if least is not None and most is not None:
-        return f"{least:g} to {_number(most)}"
-    bounds = [("> ", above), ("≥ ", least), ("≤ ", most), ("< ", below)]
-    return ", ".join(f"{sign}{_number(bound)}" for sign, bound in bounds if bound is not None)
+def _bounds(node: dict[str, Any]) -> list[str]:
+    """Return the bounds of a number but for 0, 1 of whole ones, and those far above any use."""
+    signs = {"exclusiveMinimum": ">", "minimum": "≥", "maximum": "≤", "exclusiveMaximum": "<"}
+    usual = {0, *UNBOUNDED}
+    if node["type"] == "integer":
+        usual.add(1)
+    bounds = {sign: node[name] for name, sign in signs.items() if name in node}
+    return [f"{sign}{_number(bound)}" for sign, bound in bounds.items() if bound not in usual]
 
 
 def _number(value: float) -> str:

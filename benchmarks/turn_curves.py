@@ -9,7 +9,7 @@ Seeds come one after the other, so that finished runs are paired.
     python benchmarks/turn_curves.py                          # everything: 45 runs, then the tables
     python benchmarks/turn_curves.py --bits 4 --turns 16 8 2  # rollouts with 4-bit weights
     python benchmarks/turn_curves.py --pressure 1 --turns 16 4 1 --arms off r3 \\
-        --seeds 110 111 --results benchmarks/evidence/turns_pressure.jsonl  # docs/interaction.md
+        --seeds 110 111 --results benchmarks/evidence/turns_pressure.jsonl
     python benchmarks/turn_curves.py --show --figures docs/figures --png    # the finished runs
 """
 

@@ -3,8 +3,10 @@
     make demonstration                                            # plays the runs, then this
     python benchmarks/evidence/demonstration.py runs/demonstration
     python benchmarks/evidence/demonstration.py --steps FOLDER ... # the steps of these runs alone
+    python benchmarks/evidence/demonstration.py --picture          # docs/figures/demonstration.png
 
-Writes demonstration.json and docs/data/demonstration_steps.csv, in the tree, and the rows of
+The picture is that of `onepolicy compare` of PICTURED's k3, from the steps in the tree. The others
+write demonstration.json and docs/data/demonstration_steps.csv, in the tree, and the rows of
 docs/data/evidence.json that come from them.
 """
 
@@ -13,23 +15,28 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onepolicy.report.arm_run import ArmRun
-from onepolicy.report.comparison import contrast
+from onepolicy.report.comparison import figures, headline
+from onepolicy.report.contrast import ArmRun, contrast
+from onepolicy.report.figures.parts import Figure
+from onepolicy.report.png import write_figures
 from onepolicy.verdict.rules import QUIET_KL
 
 FOLDER = Path(__file__).resolve().parent
 STEPS = FOLDER.parents[1] / "docs" / "data" / "demonstration_steps.csv"
 METRICS = {"k3": "mismatch/k3", "reward": "train/reward", "norm": "train/grad_norm"}
 RESULTS = FOLDER / "demonstration.json"
-ARMS = ("off", "r3")
+ARMS, LABELS = ("off", "r3"), ("without replay", "with replay")
+PICTURED, PICTURE = "2", FOLDER.parents[1] / "docs" / "figures" / "demonstration.png"
 SEEDS = (0, 1, 2, 3, 4)
 
 
@@ -37,9 +44,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     parser.add_argument("--steps", action="store_true", help="leave the other tables as they are")
+    parser.add_argument("--picture", action="store_true", help="draw the steps in the tree")
     options = parser.parse_args()
+    if options.picture:
+        draw()
+        return
+    if not options.folders:
+        parser.error("give the folders of the runs, or --picture")
     rows_of = {}
     write_steps(options.folders)
     if not options.steps:
@@ -107,6 +120,27 @@ def read_steps() -> dict[str, dict[str, np.ndarray]]:
         seed: {name: np.array(values) for name, values in columns.items()}
         for seed, columns in found.items()
     }
+
+
+def draw() -> None:
+    """Write docs/figures/demonstration.png."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_figures(Path(folder), [picture(read_steps()[PICTURED])], png=True)
+        shutil.copy(Path(folder) / PICTURE.name, PICTURE)
+
+
+def picture(columns: dict[str, np.ndarray]) -> Figure:
+    """Return k3 by step of both runs of a seed, as `onepolicy compare` draws it."""
+    runs = []
+    for arm, label in zip(ARMS, LABELS, strict=True):
+        named = [(metric, columns[f"{name}_{arm}"].tolist()) for name, metric in METRICS.items()]
+        rows = [
+            {"step": step} | {metric: values[step - 1] for metric, values in named}
+            for step in range(1, len(named[0][1]) + 1)
+        ]
+        runs.append(ArmRun(arm, int(PICTURED), rows, label))
+    drawn = figures(runs)[0]
+    return replace(drawn, name=PICTURE.stem, title=f"{headline(runs)}. {drawn.title}", width="wide")
 
 
 def steps_table(found: dict[str, dict[str, np.ndarray]]) -> list[list[str]]:

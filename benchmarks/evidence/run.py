@@ -158,8 +158,11 @@ def play(job: Job) -> Json:
 
 def intervention(arm: str) -> AbstractContextManager[None]:
     """Return the context that a run of this arm trains in: most are their settings alone."""
+    from drop_supports import dropped_supports
     from hold_entropy import held_entropy
 
+    if arm in PLAN["drop_supports"]["arms"]:
+        return dropped_supports()
     target = PLAN["hold_entropy"].get(arm)
     if target is None:
         return nullcontext()

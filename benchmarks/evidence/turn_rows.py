@@ -1,4 +1,4 @@
-"""Rows of the tables of docs/interaction.md that are computed: runs under routing pressure.
+"""Rows of the tables of docs/evidence_tables.md that are computed: runs under routing pressure.
 
 The runs are lines of turns_pressure.jsonl, written by benchmarks/turn_curves.py. `turns` of a table
 in docs/data/interaction.json says which rows: "reward", a row for each number of allowed turns;

@@ -87,6 +87,11 @@ class Answer:
             state = f"in part, {self.needs}" if self.needs else "runs"
         return f"| {self.row} | {self.what} | {state} | {'; '.join(found)} |"
 
+    def has_result(self, rows: Rows) -> bool:
+        """Return whether a test or a number of it has an outcome, good or bad."""
+        measured = any(number.read(rows) or number.failed(rows) for number in self.numbers)
+        return measured or bool(self._outcomes(rows))
+
     def _early_end(self, rows: Rows) -> str:
         """Return a remark if the case of its tests did not come to its end."""
         ends = {row["case"]: "lost" for row in rows if self._is_mine(row)}
@@ -353,10 +358,11 @@ def table(rows: Rows) -> str:
         f"commits {commits}.\nThe last run of each case is shown, targets in brackets.\n"
     )
     rows = last_runs(rows)
-    lines = [answer.line(rows) for answer in ANSWERS]
-    return (
-        "\n".join([sentence, "| | what | state | measured |", "|---|---|---|---|", *lines]) + "\n"
-    )
+    lines = [answer.line(rows) for answer in ANSWERS if answer.has_result(rows)]
+    missing = [answer for answer in ANSWERS if not answer.has_result(rows)]
+    named = [f"{each.what} ({each.needs or 'not reached'})" for each in missing]
+    parts = [sentence, "| | what | state | measured |", "|---|---|---|---|", *lines]
+    return "\n".join([*parts, "", f"Not run: {', '.join(named)}."]) + "\n"
 
 
 def written(page: str, rows: Rows) -> str:

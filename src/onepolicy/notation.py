@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 DASH = "\N{EN DASH}"
 """The text in the place of a value that there is not."""
@@ -47,6 +48,15 @@ def _digits(value: float) -> str:
 def _is_short(value: float) -> bool:
     """Return whether the value has at most two digits."""
     return math.isclose(value, float(f"{value:.2g}"), rel_tol=ROUNDING)
+
+
+def ends(first: float | None, last: float | None) -> tuple[str, str]:
+    """Return two values of one curve as text, up to three decimals as many in both: 0.45, 0.90."""
+    texts = number(first), number(last)
+    if not all(re.fullmatch(r"-?[0-9]+(\.[0-9]{1,3})?", text) for text in texts):
+        return texts
+    most = max(len(text.partition(".")[2]) for text in texts)
+    return f"{first:.{most}f}", f"{last:.{most}f}"
 
 
 def with_error(value: float, error: float) -> str:

@@ -438,6 +438,7 @@ class TokenBatch:
     value_target: Tensor | None = None  # [T] float32, return the critic is trained on
     entropy: Tensor | None = None  # [T] float32, of the distribution that `logp_old` is of
     entropy_vocabulary: Tensor | None = None  # [T] float32, if `entropy` is that over `support`
+    logp_vocabulary: Tensor | None = None  # [T] float32, if `logp_old` is over `support`
     displaced: Tensor | None = None  # [T] float32, of its support (support/checks.py)
     advantage: Tensor | None = None  # [T] float32
     weight: Tensor | None = None  # [T] float32, detached

@@ -140,7 +140,7 @@ def test_a_table_says_what_it_shows_and_which_command_made_it(name: str) -> None
         assert set(table) <= doc_tables.KEYS, table_id
         assert all(set(column) <= doc_tables.COLUMN_KEYS for column in table["columns"]), table_id
         names = {column["name"] for column in table["columns"]}
-        if name != "README":  # docs/results.md has the commands of its numbers
+        if name != "README":  # docs/evidence.md has the commands of its numbers
             assert table.get("commands") or names & {"command", "test"}, table_id
             assert re.match(r"\*\*.+\*\*", table["claim"]), table_id
 
@@ -232,6 +232,15 @@ def test_a_number_keeps_its_digits() -> None:
     assert list(map(doc_tables.printed, numbers)) == ["0.20", "26,624", "-1.5e-4", "1,234.50"]
     assert doc_tables.printed(numbers[0], signed=True) == "+0.20"
     assert doc_tables.heading({"name": "a step", "unit": "s"}) == "a step [s]"
+
+
+def test_a_column_that_is_not_printed_stays_in_the_data() -> None:
+    (head,) = re.findall(
+        r"^\| rollouts .*", doc_tables.block("quantised_measured/falls"), re.MULTILINE
+    )
+    assert head == "| rollouts | method | fell back | largest fall | held-out, last |"
+    rows = doc_tables.values(doc_tables.tables("quantised_measured")["falls"])
+    assert rows[0][2:6] == ["5", "0", "0.029", "0.047"]
 
 
 def test_a_table_takes_numbers_of_another() -> None:

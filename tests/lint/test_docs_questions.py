@@ -41,5 +41,5 @@ def test_names_that_answers_use_are_explained_where_the_readme_first_uses_them()
     )
     assert "KL divergence" in sentence
     assert "F(2)" not in readme
-    guide = (DOCS / "measure_my_run.md").read_text(encoding="utf-8")
+    guide = (DOCS / "measure.md").read_text(encoding="utf-8")
     assert "F(2) is the share of tokens" in guide

@@ -1,24 +1,18 @@
-"""docs/reference/licences.md lists what is installed, under the licence of its metadata."""
+"""docs/reference/versions.md lists what is installed, under the licence of its metadata."""
 
 import re
 from importlib.metadata import PathDistribution
 
 import pytest
 
-from support.licences import CLASSIFIER, PAGE, is_permissive, licence_of, rows
+from support.licences import CLASSIFIER, is_permissive, licence_of, listed_packages, rows
 
-LISTED = {
-    row[0]: row[1:]
-    for row in re.findall(
-        r"^\| (\S+) \| (\S+) \| (.+) \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    if row[0] not in ("package", "---")
-}
+LISTED = listed_packages()
 
 
 def test_every_package_that_an_install_brings_is_listed_as_it_is():
     """Versions and licences; what another platform brings in addition may be missing here."""
-    found = {row.name: row[1:] for row in rows()}
+    found = {row.name: tuple(row[1:]) for row in rows()}
     assert {"torch", "transformers", "plotly", "pyarrow", "peft", "ray", "wandb"} <= set(found)
     command = "PYTHONPATH=src:tests .venv/bin/python -m support.licences"
     assert {name: LISTED.get(name) for name in found} == found, f"write it anew: {command}"

@@ -239,14 +239,16 @@ def planted(policy, kind, sync, fault, **engine):
 
 
 def table(entries):
-    """Return the rows of docs/measured.md."""
-    found = ["| engine | sync | planted | named before step: by |", "|---|---|---|---|"]
-    faults = {}
+    """Return the rows of docs/measured.md: one for the faults and engines of the same outcome."""
+    found = ["| sync | planted | engines | named before step: by |", "|---|---|---|---|"]
+    faults, engines = {}, {}
     for e in entries:
         cells = "; ".join(f"{step + 1}: {words}" for step, words in e["named"])
         faults.setdefault((e["engine"], e["sync"], cells), []).append(e["fault"])
     for (engine, sync, cells), named in faults.items():
-        found.append(f"| {engine} | {sync} | {', '.join(named)} | {cells} |")
+        engines.setdefault((sync, ", ".join(named), cells), []).append(engine)
+    for (sync, named, cells), same in engines.items():
+        found.append(f"| {sync} | {named} | {', '.join(same)} | {cells} |")
     return found
 
 

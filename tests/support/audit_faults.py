@@ -672,20 +672,21 @@ def outcomes(seeds: range) -> dict[str, list[Outcome]]:
 
 
 def table(found: dict[str, list[Outcome]]) -> str:
-    """Return Markdown: the faults that get one answer, and how often its cause is right."""
-    lines = ["| faults | verdict | causes named | right cause |", "|---|---|---|---|"]
+    """Return a line of Markdown for each answer: its faults, and a note if not all are right."""
     alike: dict[str, list[str]] = {}
     for name, outcomes in found.items():
         actions = collections.Counter(action for action, _, _ in outcomes)
         named = collections.Counter(cause for _, causes, _ in outcomes for cause in causes)
         wanted = set(FAULTS[name].causes)
         right = sum(bool(wanted & set(causes)) for _, causes, _ in outcomes)
-        share = f"{right} of {len(outcomes)}" if wanted else "no mark names it"
+        note = f" ({right} of {len(outcomes)})" if wanted else " (no mark names it)"
+        if right == len(outcomes):
+            note = ""
         both = (actions, named)
         said, causes = (", ".join(key for key, _ in each.most_common()) for each in both)
-        alike.setdefault(f"{said} | {causes} | {share}", []).append(name)
-    lines += [f"| {'; '.join(names)} | {answer} |" for answer, names in alike.items()]
-    return "\n".join(lines)
+        answer = f"{said}: {causes}" if causes else said
+        alike.setdefault(f"**{answer}**{note}", []).append(name)
+    return "\n".join(f"- {answer}: {'; '.join(names)}" for answer, names in alike.items())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ SHORT = ("measured", "fixed corrections", "R3")
 """Those of the README."""
 START, END = "<!-- capabilities -->", "<!-- end of capabilities -->"
 TRAINERS = {
-    **{"TRL": "trl.md", "verl": "verl.md", "Megatron": "other_trainers.md#megatron-core"},
+    **{"TRL": "trainers.md#trl", "verl": "trainers.md#verl"},
+    "Megatron": "other_trainers.md#megatron-core",
     **{"SkyRL": "other_trainers.md#skyrl", "prime-rl": "other_trainers.md#prime-rl"},
     **dict.fromkeys(("slime", "miles"), "other_trainers.md#slime-and-miles"),
     "OpenRLHF": "other_trainers.md#openrlhf",

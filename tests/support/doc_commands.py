@@ -16,7 +16,7 @@ PROGRAMS += ("trl", "examples/verl_ppo.sh")
 ENVIRONMENT = re.compile(r"^[A-Z_]+=\S* ")
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 SHELL = ("", "bash", "sh")
-OPTIONS = ("measure.md", "audit.md")
+OPTIONS = ("audit.md",)
 """Pages of the reference whose commands are executed as those of a guide are."""
 
 

@@ -6,7 +6,8 @@ transformers: older ones lack families
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -233,22 +234,24 @@ def _jetmoe(block: nn.Module, path: str, seen: dict[str, Seen]) -> list:
 
 _HEAD = """# Routing replay by model family
 
-Every MoE causal LM of transformers {newest} and of the older ones from 5.19, as a tiny random model
-on the CPU: 3 x 7 tokens, 8 experts, routers and selection biases perturbed. Two runs each: fp32
-with the stock experts function; bf16 with the eager loop over experts and the setting behind the
-semicolon.
+For whoever asks if their model can be replayed. After this page you know it for every MoE causal LM
+of transformers {newest} and of the older ones from 5.19, each as a tiny random model on the CPU in
+two runs: fp32 with the stock experts function; bf16 with the eager loop over experts and the
+setting behind the semicolon. For every family whose note does not say otherwise
 
-For whoever asks if their model can be replayed. **Own routes**: the routes that a forward recorded
-are replayed; *bit-equal*: the logits and the gradients of all parameters are the same bits, also
-with activation checkpointing. **Random routes**: random valid routes are replayed; *used*: they are
-the input of the module that computes the experts, with weights other than 0, and every router gets
-a gradient.
+- a model's **own routes**, replayed, keep every bit of the logits and of all gradients, also with
+  activation checkpointing,
+- **random routes**, replayed, are what the experts get, with weights other than 0, and every router
+  gets a gradient.
 
-Written by `PYTHONPATH=tests python -m support.family_results`.
+`PYTHONPATH=tests python -m support.family_results` writes this page;
 `tests/integration/replay/test_families.py` measures it again and compares.
 
-| model type | weights from | MoE layers | own routes | random routes | note |
-|---|---|---|---|---|---|
+| weights from | model types |
+|---|---|
+"""
+_NOTES = """
+## Notes
 """
 _FOOT = """
 ## Refused by `bind_routers`
@@ -265,38 +268,51 @@ layer and is refused): {outside}.
 """
 
 
-def page(rows: list[str]) -> str:
-    """Return the page with these rows of its table."""
+def page(rows: dict[str, tuple[str, str]]) -> str:
+    """Return the page with these families: where their weights come from, and a note or none."""
+    kinds: dict[str, list[str]] = {}
+    for name, (weights, _) in rows.items():
+        kinds.setdefault(weights, []).append(f"`{name}`")
+    table = [f"| {weights} | {', '.join(names)} |" for weights, names in sorted(kinds.items())]
+    notes = [f"- `{name}`: {note}" for name, (_, note) in rows.items() if note]
     refused = "\n".join(f"- `{name}`: {reason}" for name, reason in REFUSED.items())
     outside = ", ".join(f"`{name}` ({what})" for name, what in NO_CAUSAL_LM.items())
     vision = ", ".join(f"`{name}`" for name in VISION)
     foot = _FOOT.format(refused=refused, vision=vision, outside=outside)
-    return _HEAD.format(newest=NEWEST) + "\n".join(rows) + "\n" + foot
+    body = "\n".join([*table, _NOTES, *notes])
+    return f"{_HEAD.format(newest=NEWEST)}{body}\n{foot}"
 
 
-def row(family: Family) -> str:
-    """Return the family's row of the table, measured."""
+def listed(text: str) -> dict[str, tuple[str, str]]:
+    """Return the families of the page's text, as `page` takes them."""
+    body = text[text.index("|---|---|") : text.index("\n## Refused")]
+    notes = dict(re.findall(r"^- `(\w+)`: (.*)$", body, re.MULTILINE))
+    found = {
+        name: (weights, notes.get(name, ""))
+        for weights, names in re.findall(r"^\| (.+?) \| (.+) \|$", body, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    return dict(sorted(found.items()))
+
+
+def row(family: Family) -> tuple[str, str]:
+    """Return what the page says of the family, measured."""
     results = [examine(family.model_type, run) for run in (0, 1)]
     first = results[0]
-    cells = [
-        f"`{family.model_type}`",
-        family.scoring + "".join(f"; `{name}={value}`" for name, value in family.second.items()),
-        f"{', '.join(map(str, first.layers))} of {family.config().num_hidden_layers}",
-        _bits(r.logits and not r.changed and not r.recomputed for r in results)
-        + ("; no checkpointing in transformers" if first.recomputed is None else ""),
-        "used"
-        if all(r.reached and r.moved and r.weighed and r.router_grad for r in results)
-        else "NO",
+    equal = all(r.logits and not r.changed and not r.recomputed for r in results)
+    used = all(r.reached and r.moved and r.weighed and r.router_grad for r in results)
+    notes = [
+        "" if equal else "own routes DIFFER",
+        "" if used else "random routes NOT USED",
+        "no checkpointing in transformers" if first.recomputed is None else "",
         family.note,
     ]
-    return "| " + " | ".join(cells) + " |"
-
-
-def _bits(equal: Iterable[bool]) -> str:
-    return "bit-equal" if all(equal) else "DIFFER"
+    second = "".join(f"; `{name}={value}`" for name, value in family.second.items())
+    return family.scoring + second, "; ".join(filter(None, notes))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     assert transformers.__version__ == NEWEST, f"needs transformers {NEWEST}"
-    DOCS.write_text(page([row(TABLE[name]) for name in sorted(TABLE)]), encoding="utf-8")
+    measured = {name: row(TABLE[name]) for name in sorted(TABLE)}
+    DOCS.write_text(page(measured), encoding="utf-8")

@@ -1,6 +1,6 @@
 """Licences of everything that an install of onepolicy brings, read from the packages' metadata.
 
-PYTHONPATH=src:tests .venv/bin/python -m support.licences   # writes docs/reference/licences.md
+PYTHONPATH=src:tests .venv/bin/python -m support.licences   # into docs/reference/versions.md
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from support.paths import ROOT
+from support.versions.page import DOCS as PAGE
+from support.versions.page import LICENCES
 
-PAGE = ROOT / "docs" / "reference" / "licences.md"
 EXTRAS = ("", "train", "report", "audit", "lora", "qlora", "server", "envs", "wandb", "ray")
 """Those that `make test` installs; "" is the library alone."""
 CLASSIFIER = "License :: OSI Approved :: "
@@ -51,15 +51,12 @@ PERMISSIVE = {
     ),
 }
 FIRST_WORDS = {"MIT License": "MIT", "BSD style": "BSD", "Apache License": "Apache-2.0"}
-HEAD = """# Licences of dependencies
-
-onepolicy is Apache-2.0. Its wheel contains no code of others. Installing it brings the packages
-below, each under its own licence, as its metadata says. The command
-`PYTHONPATH=src:tests .venv/bin/python -m support.licences` wrote this page from the venv of
-`make test`; `tests/lint/test_licences.py` compares it with what is installed.
-
-Not listed: NVIDIA's CUDA libraries, which PyPI's torch brings on Linux under NVIDIA's own terms;
-the extras `vllm`, `adam8bit` and `trackio`, which that venv has not; tools of the tests.
+HEAD = """
+onepolicy is Apache-2.0. Its wheel contains no code of others. Installing it brings these packages,
+each under its own licence, as its metadata says (`PYTHONPATH=src:tests .venv/bin/python -m
+support.licences` reads the venv of `make test`; `tests/lint/test_licences.py` compares). Not
+listed: NVIDIA's CUDA libraries, which PyPI's torch brings on Linux under NVIDIA's own terms; the
+extras `vllm`, `adam8bit` and `trackio`; tools of the tests.
 """
 
 
@@ -135,21 +132,31 @@ def is_permissive(licence: str) -> bool:
     return all(word.strip() in PERMISSIVE for word in words if word.strip())
 
 
-def page() -> str:
-    """Return the page."""
+def part() -> str:
+    """Return what the page says of licences: those to read first, and all, a row a licence."""
     listed = rows()
-    special = [row for row in listed if not is_permissive(row.licence)]
-    lines = [HEAD, "## Read these first", ""]
-    lines += [
-        "Not one of the plainly permissive licences (Apache, MIT, BSD, ISC, PSF and alike):",
-        "",
-    ]
-    lines += ["| package | licence | comes with |", "|---|---|---|"]
-    lines += [f"| {row.name} | {row.licence} | {row.brought_by} |" for row in special]
-    lines += ["", "## All", "", "| package | version | licence | comes with |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in listed]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in listed:
+        named = groups.setdefault((row.brought_by, row.licence), [])
+        named.append(f"{row.name} {row.version}")
+    special = [f"{row.name} ({row.licence})" for row in listed if not is_permissive(row.licence)]
+    lines = [HEAD, f"**Read these first**, not plainly permissive: {', '.join(special)}.", ""]
+    lines += ["| comes with | licence | packages |", "|---|---|---|"]
+    lines += [f"| {extra} | {licence} | {', '.join(n)} |" for (extra, licence), n in groups.items()]
     return "\n".join(lines) + "\n"
 
 
+def listed_packages() -> dict[str, tuple[str, str, str]]:
+    """Return version, licence and extra of every package that the page has."""
+    text = PAGE.read_text(encoding="utf-8").partition(LICENCES)[2]
+    found = {}
+    for extra, licence, packages in re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", text, re.MULTILINE):
+        for package in packages.split(", ") if packages != "packages" else ():
+            name, _, version = package.partition(" ")
+            found[name] = (version, licence, extra)
+    return found
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    before, _, _ = PAGE.read_text(encoding="utf-8").partition(LICENCES)
+    PAGE.write_text(before + LICENCES + part(), encoding="utf-8")

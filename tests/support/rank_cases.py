@@ -28,7 +28,7 @@ RECOMPUTE, LARGE = "train.activation_checkpointing=true", "train.tokens_per_micr
 CENTERED = ["correction.preset=score-centering", "objective.surrogate=pg"]
 KL_ENTROPY = ["objective.kl.coef=0.1", "objective.entropy_coef=0.01"]
 SCORED = ("logp_old", "entropy", "gate_mass", "logp_ref", "value", "top_logp_old")
-SCORED += ("entropy_vocabulary", "displaced")
+SCORED += ("entropy_vocabulary", "logp_vocabulary", "displaced")
 CASES = {
     "qwen3_moe": QWEN,
     "deepseek_v3": QWEN,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onepolicy.audit.supports import SupportCounts
 from onepolicy.config import UsageError
 from onepolicy.correct.report import BINS, histogram
 from onepolicy.divergence.routing import differing_experts
@@ -53,6 +54,7 @@ DIAGNOSED = (
     "tokens",
     "tokens_rollout",
     "turn",
+    "logp_vocabulary",
 )
 
 
@@ -194,6 +196,7 @@ class DumpAccumulator:
         default_factory=lambda: RowSample(("routes_rollout", "routes_trainer"), SAMPLE_ROUTES)
     )
     routes: RoutingCounts | None = None
+    supports: SupportCounts | None = None  # None: the dump has none
 
     def add(self, block: Scored) -> None:
         """Add the rows of a block."""
@@ -211,6 +214,9 @@ class DumpAccumulator:
         if "routes_rollout" in columns:
             self._add_routes(block)
             self.routes_sample.add(block, steps)
+        if "support_ids" in columns:
+            self.supports = self.supports or SupportCounts()
+            self.supports.add(block)
 
     def _add_rewards(self, steps: Array, reward: Array | None) -> None:
         if reward is None:

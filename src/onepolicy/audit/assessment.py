@@ -46,7 +46,7 @@ COLUMN_CHECKS = {  # column -> the check that needs it
     "step": "onset of divergence",
 }
 NEEDED_FOR_CORRECTION = {  # column -> why no correction may be recommended without it
-    "entropy": f"Add the column entropy {WITHOUT_ENTROPY} (one line: docs/measure_my_run.md)",
+    "entropy": f"Add the column entropy {WITHOUT_ENTROPY} (one line: docs/audit.md)",
 }
 PROCESSED_IN_VLLM = "logprobs_mode=processed_logprobs makes it return processed log-probabilities"
 GROWS, LEAST_GAP = 5.0, 1e-4
@@ -95,7 +95,9 @@ def assess(
     since = ""
     if onset is not None:
         since = f" from step {onset} on"
-    by_routes = None
+    by_routes, sets = None, ""
+    if accumulated.supports is not None:
+        sets = accumulated.supports.fault
     if accumulated.routes is not None:
         by_routes = accumulated.routes.k3
     reached = verdict(
@@ -104,6 +106,7 @@ def assess(
         routers=_replayable_routers(accumulated),
         by_routes=by_routes,
         routes=route_error,
+        sets=sets,
         since=since,
         aged=accumulated.ages.explains_gap,
         declared=_aged(declared, accumulated),
@@ -174,6 +177,8 @@ def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
     if accumulated.native is not None:
         k3 = number(accumulated.native.k3)
         notes.append(f"Without replay k3 is {k3} nats a token over the whole dump.")
+    if accumulated.supports is not None:
+        notes.append(accumulated.supports.describe())
     columns = [row.columns for row in accumulated.sample.rows(onset)]
     grown = growth([np.abs(c["logp_trainer"] - c["logp_rollout"])[c["mask"]] for c in columns])
     if grown:
@@ -228,11 +233,13 @@ def _rounding_notes(accumulated: DumpAccumulator) -> list[str]:
 
 
 def _diagnose_whole(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> Diagnosis:
-    """Return the diagnosis of the sampled rows, with values that the whole dump lacks."""
+    """Return the diagnosis of the sampled rows, with what the whole dump shows."""
     found, lacking = _diagnose(accumulated, onset, trainer), missing(accumulated.nonfinite)
-    if lacking is None:
-        return found
-    return replace(found, findings=(lacking, *found.findings))
+    raw = None
+    if accumulated.supports is not None and "logp_vocabulary" not in accumulated.columns:
+        raw = accumulated.supports.raw
+    kept = [each for each in found.findings if raw is None or each.cause != raw.cause]
+    return replace(found, findings=tuple(filter(None, (lacking, *kept, raw))))
 
 
 def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> Diagnosis:
@@ -272,6 +279,7 @@ def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> 
         logp_previous=tensors.get("logp_previous"),
         logp_base=tensors.get("logp_base"),
         entropy=tensors.get("entropy"),
+        logp_vocabulary=tensors.get("logp_vocabulary"),
         turn=tensors.get("turn"),
         group=group,
     )

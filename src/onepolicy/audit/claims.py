@@ -72,6 +72,8 @@ def _compare_bits(folder: Path) -> BitComparison:
     for _, path in probe_files(folder):
         with Safetensors(path) as probe:
             rollout, trainer = probe.read("logp_rollout"), probe.read("logp_trainer")
+            if "logp_own" in probe.tensors:  # tokens of older weights, scored by these
+                trainer = probe.read("logp_own")
             metadata = probe.metadata
         differing += int((rollout != trainer).sum())
         tokens += len(rollout)

@@ -11,16 +11,15 @@ import numpy as np
 import torch
 
 from onepolicy.audit.assessment import ONSET_RULE, AuditResult, growth
-from onepolicy.correct.report import BINS_PER_SIGN, GROWTH, SMALLEST, quantiles
+from onepolicy.correct.report import quantiles
 from onepolicy.notation import number
 from onepolicy.record.schema import Array
 from onepolicy.report.figures import groups, heatmap, routing, steps, tokens
 from onepolicy.report.figures.parts import ARMS, NEUTRAL, Absent, Figure, LineStyle, Series, Width
+from onepolicy.report.figures.tokens import EDGES
 from onepolicy.report.words import course
 
 HISTOGRAM_BINS = 80
-EDGES = np.concatenate([[0.0], SMALLEST * GROWTH ** np.arange(BINS_PER_SIGN + 1)])
-"""[BINS_PER_SIGN + 2] of |log rho|: rank r of the histogram holds [EDGES[r], EDGES[r + 1])."""
 NO_STEPS = "Curves over training: the dump has no column step, or one step only."
 NO_ROUTES = "Routers per layer: the dump has no columns routes_rollout and routes_trainer."
 NO_EXTREMES = "Extreme tokens over training: no token is off by more than a factor of 2."
@@ -45,18 +44,6 @@ def audit_figures(results: Sequence[AuditResult]) -> list[Figure | Absent]:
     ]
 
 
-def extreme_curve(counts: torch.Tensor) -> tuple[Array, Array]:
-    """Return tau and F(tau) at every bin edge.
-
-    F(tau) is the share of tokens with max(rho, 1/rho) of at least tau.
-    """
-    middle = len(counts) // 2
-    both_signs = counts[middle:].double()
-    both_signs[1:] += counts[:middle].flip(0)
-    beyond = both_signs.flip(0).cumsum(0).flip(0) / both_signs.sum()
-    return np.exp(EDGES[: len(both_signs)]), beyond.numpy()
-
-
 def _sides(result: AuditResult) -> list[tuple[Array, Array]]:
     """Return both log-probabilities of each sampled row, inside the mask: trainer, rollout."""
     rows = [row.columns for row in result.accumulated.sample.rows(None)]
@@ -76,8 +63,9 @@ def _scatter(result: AuditResult, look: Look, budget: int) -> Figure | Absent:
     name = _figure_name("scatter", result.label)
     if not sides:
         return Absent(name, "Probability scatter: no row has a token in the mask.")
-    pairs = Series(*look, *(np.concatenate(each) for each in zip(*sides, strict=True)))
-    return tokens.scatter(name, pairs, budget)
+    segment = np.repeat(np.arange(len(sides)), [len(trainer) for trainer, _ in sides])
+    trainer, rollout = (np.concatenate(each) for each in zip(*sides, strict=True))
+    return tokens.scatter(name, tokens.Pairs(*look, trainer, rollout, segment), budget)
 
 
 def _heatmap(result: AuditResult) -> Figure | Absent:
@@ -119,13 +107,10 @@ def _cumulative_share(counts: torch.Tensor, points: Array) -> Array:
 def _extreme_tokens(results: Sequence[AuditResult], looks: Sequence[Look]) -> Figure:
     tails = []
     for result, look in zip(results, looks, strict=True):
-        taus, shares = extreme_curve(result.accumulated.histogram)
-        shown = np.flatnonzero((taus >= 1.001) & (shares > 0))[::4]
         assert result.accumulated.overall is not None
-        found = result.accumulated.overall.statistics()
-        marked = tuple(found[f"f{tau:g}"] for tau in tokens.MARKED)
-        curve = Series(*look, shares[shown].tolist(), taus[shown].tolist())
-        tails.append(tokens.Tail(curve, marked, int(found["tokens"])))
+        tails.append(
+            tokens.Tail.of(*look, result.accumulated.overall, result.accumulated.histogram)
+        )
     width: Width = "half" if len(results) == 1 else "wide"  # beside the scatter
     return tokens.extreme_tokens(tails, width=width)
 

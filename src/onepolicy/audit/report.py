@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.audit.assessment import ONSET_RULE, AuditResult
-from onepolicy.audit.figures import audit_figures, extreme_curve
+from onepolicy.audit.figures import audit_figures
 from onepolicy.config import UsageError
 from onepolicy.console import Console
 from onepolicy.correct.equations import in_their_settings
@@ -22,6 +22,7 @@ from onepolicy.correct.report import quantiles
 from onepolicy.files import DISK_FULL, write_text_atomically
 from onepolicy.notation import counted, number
 from onepolicy.record.schema import VERSION
+from onepolicy.report.figures.tokens import extreme_curve
 from onepolicy.report.page import Card, Page, Section, Table, plain, write_page
 from onepolicy.report.png import write_figures
 from onepolicy.report.terminal import told, verdict_parts

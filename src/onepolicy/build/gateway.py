@@ -156,7 +156,7 @@ class Recorder:
             scored, native, note = self._score(name, session, reward)
         except Exception as error:  # whatever it is, the trace says that the episode was played
             note = f"not scored: {error}"
-            self.writer.write(name, history, scored=None, reward=reward, note=note)
+            self.writer.write(name, history, scored=None, reward=reward, note=note, is_open=True)
             raise
         return self.writer.write(
             name, history, scored=scored, native=native, reward=reward, note=note

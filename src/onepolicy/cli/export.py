@@ -20,7 +20,7 @@ def add_export(commands: Commands) -> None:
         run_export,
         examples=(
             "onepolicy export runs/quickstart --out policy",
-            "onepolicy export runs/quickstart/checkpoints/step_00010 --out policy --dtype float32",
+            "onepolicy export runs/quickstart/checkpoints/step_00030 --out policy --dtype float32",
             "onepolicy export runs/lora --out adapter --adapter",
         ),
     )

@@ -61,7 +61,9 @@ def add_measure(commands: Commands) -> None:
 def _add_inputs(measure: Parser) -> None:
     """Add the options that give model, engine and prompts."""
     measure.add_argument(
-        "--tiny", action="store_true", help="the tiny policy, or a random one if none was made"
+        "--tiny",
+        action="store_true",
+        help="a first look: at the tiny policy, or at a random one if none was made",
     )
     measure.add_argument(
         "--recipe", help="TOML recipe whose task, sampling, engine and train settings are used"
@@ -148,11 +150,18 @@ def run_measure(arguments: argparse.Namespace) -> int:
         loaded=loaded or config.model.path,
         out=out,
         png=arguments.png,
+        short=is_first_look(arguments),
         tiny=arguments.tiny,
         engine_model=arguments.engine_model,
         dense=arguments.dense,
         top=arguments.top,
     )
+
+
+def is_first_look(arguments: argparse.Namespace) -> bool:
+    """Return whether it is `measure --tiny` with nothing that asks for a number of its own."""
+    more = "model overrides recipe engine prompts engine_model quant pressure numerics dense top"
+    return arguments.tiny and not any(getattr(arguments, name) for name in more.split())
 
 
 def _model_and_overrides(arguments: argparse.Namespace) -> tuple[str | None, list[str]]:

@@ -26,11 +26,10 @@ class RayCluster(Frozen):
     kind: Literal["ray"] = "ray"
     """Ray places rollout replicas and learner ranks. The training loop stays in this process."""
     address: str | None = None
-    """host:port of a running Ray that this machine is a node of, or auto. Unset: start one on this
-    machine for the run, reachable from this machine only."""
+    """host:port of a running Ray that this machine is a node of, or auto. Unset: one is started for
+    the run, for this machine only."""
     auth: Literal["token", "none"] = "token"
-    """none: the Ray at `address` has no token authentication, so whoever reaches its ports can run
-    code."""
+    """none: the Ray at `address` has no token, so whoever reaches its ports can run code."""
     replicas: SmallCount = 1
     """Rollout engines, each in a process of its own."""
     cpus_per_replica: SmallCount = 1
@@ -39,23 +38,20 @@ class RayCluster(Frozen):
     """GPUs that Ray reserves for a replica; below 1 it shares one. Unset: 1 if train.device is
     CUDA, else 0."""
     placement: Literal["pack", "spread"] = "pack"
-    """Place replicas and ranks on as few nodes as possible, or on as many."""
+    """On as few nodes as possible, or on as many."""
     sync: Literal["stream", "disk"] = "stream"
-    """Transport of a step's weights to the replicas: over the network, or as files in sync_dir."""
+    """Transport of weights to the replicas: the network, or files in sync_dir."""
     sync_dir: str | None = None
-    """Folder for a step's weights, two versions for a while. Replicas on other machines need one
-    that all nodes see with sync = disk. Unset: the system's temporary folder, which often is
-    memory."""
+    """Folder for two versions of the weights, seen by all nodes with sync = disk. Unset: the
+    temporary folder, which often is memory."""
     start_timeout: PositiveFloat = 300.0
-    """Seconds that Ray gets to place all processes, and a replica to load its model."""
+    """Seconds to place all processes, and for a replica to load its model."""
     reply_timeout: PositiveFloat = 300.0
-    """Seconds of silence after which a replica is killed. A busy one answers between two steps of
-    its engine."""
+    """Seconds of silence after which a replica is killed; a busy one answers between two steps."""
     restarts: int = Field(3, ge=0, le=LARGEST_INT)
     """Restarts of each replica by Ray. Then the other replicas take over. 0: none."""
     restart_timeout: PositiveFloat = 600.0
-    """Seconds that a restart may take, with model and weights, before the replica counts as
-    lost."""
+    """Seconds of a restart, with model and weights, after which the replica counts as lost."""
 
     @model_validator(mode="after")
     def _check_address(self) -> Self:

@@ -141,7 +141,7 @@ class Weight(Bounds):
     """Weight of a slot: 1, its ratio, the product over its turn or sequence, or the sequence's
     geometric mean."""
     outside: Literal["clip", "zero"] = "clip"
-    """A weight outside the bounds is moved to the nearest bound, or its slots are rejected."""
+    """Move a weight outside the bounds to the nearest one, or reject its slots."""
 
     rules: ClassVar = (*WEIGHT_RULES, *BOUNDS_RULES)
 
@@ -192,15 +192,15 @@ class Gate(Bounds):
     """
 
     statistic: StatisticName
-    """Number that is compared with the bounds (docs/corrections.md has the formulas)."""
+    """Number that is compared with the bounds."""
     aggregate: Literal["none", "mean", "sum", "max", "min", "budget"] = "none"
     """Aggregate of the statistic over a turn or sequence. budget (M2PO): reject the largest
     values of the step until the mean of the rest is at most `high`."""
     scope: Literal["token", "turn", "sequence"] = "token"
     """Unit that is accepted or rejected as one."""
     when: Literal["always", "negative", "positive", "toward"] = "always"
-    """Apply it where the (mean) advantage is negative or positive only. toward: `high` where it is
-    positive, `low` where it is negative."""
+    """Apply it where the (mean) advantage is negative, or positive. toward: `high` where positive,
+    `low` where negative."""
     ratio: Ratio | None = None
     """Ratio that the statistic is computed from. Unset: correction.ratio."""
 
@@ -334,28 +334,26 @@ class CorrectionConfig(Frozen):
     rules: ClassVar = CORRECTION_RULES
 
     preset: str | None = None
-    """Published correction to start from (`onepolicy config preset`). Unset: only what the settings
-    beside it say."""
+    """Published correction to start from (`onepolicy config preset`). Unset: none."""
     ratio: Ratio = "old/rollout"
-    """Probability that is divided by the rollout engine's. new/rollout (bypass): there is no old
-    policy. Without a weight it is the PPO ratio, else the surrogate is weight * advantage * log
-    p."""
+    """Ratio to the rollout engine's probability. new/rollout (bypass) has no old policy: it is the
+    PPO ratio, or with a weight the surrogate is weight * advantage * log p."""
     weight: Weight = Weight()
     """Factor on a slot's surrogate."""
     gates: tuple[Gate, ...] = ()
     """Rules that reject slots. A slot must pass all of them."""
     normalise: Literal["none", "self", "batch"] = "none"
-    """self: scale the weights of the step to mean 1, rejected slots counted as 0. batch (batch
-    normalisation of verl and miles): divide them by their mean before the gates reject."""
+    """self: scale the step's weights to mean 1, rejected slots counted as 0. batch (verl, miles):
+    divide them by their mean before the gates reject."""
     denominator: Literal["original", "kept"] = "original"
     """Divide by the slots before rejection, or by those that are left."""
     protect: tuple[LossTerm, ...] = LOSS_TERMS
     """Terms of the loss that still see rejected slots."""
     max_nonfinite: float = Field(0.1, ge=0, le=1)
-    """Largest share of a step's slots whose ratio may be not finite. These slots are rejected."""
+    """Largest share of a step's slots whose ratio may be not finite; they are rejected."""
     centering: Literal["none", "head", "support"] = "none"
-    """Subtract the rollout policy's mean score (arXiv 2609.20807), from the sampler's likeliest
-    tokens with a proportional tail (head), or from the whole vocabulary (support)."""
+    """Subtract the rollout policy's mean score (arXiv 2609.20807), of its likeliest tokens with a
+    proportional tail (head) or of the whole vocabulary (support)."""
     head_size: LargeCount | None = None
     """Likeliest tokens of centering = head. Unset: 16. A vLLM server returns up to 19 by
     default."""

@@ -58,13 +58,13 @@ class HFEngineConfig(Frozen):
     dtype: Dtype = "bfloat16"
     """Dtype of the engine's own copy of the weights."""
     lm_head: LmHead = "same"
-    """float32: the vocabulary projection alone, from unrounded weights of its own."""
+    """Dtype of the vocabulary projection: that of the layers, or float32 (docs/engines.md)."""
     max_num_seqs: SmallCount = 64
     """Most sequences decoded at once. A finished one makes room for the next."""
     max_len: Tokens | None = None
-    """Most tokens of a sequence, prompt and completion. Unset: the model's context length."""
+    """Most tokens of a sequence. Unset: the model's context length, less what a server reserves."""
     enable_prefix_caching: bool = True
-    """Copy keys, values and routes of a shared prefix instead of computing them again."""
+    """Keep keys, values and routes of shared prefixes."""
 
 
 class VLLMEngineConfig(Frozen):
@@ -82,13 +82,13 @@ class VLLMEngineConfig(Frozen):
     dtype: Dtype = "bfloat16"
     """Dtype of the engine's own copy of the weights."""
     lm_head: LmHead = "same"
-    """float32: the vocabulary projection alone, from the rounded weights (vLLM's head_dtype)."""
+    """Dtype of the vocabulary projection: that of the layers, or float32 (docs/engines.md)."""
     max_num_seqs: SmallCount = 64
     """Most sequences decoded at once. A finished one makes room for the next."""
     max_len: Tokens | None = None
-    """Most tokens of a sequence, prompt and completion. Unset: the model's context length."""
+    """Most tokens of a sequence. Unset: the model's context length, less what a server reserves."""
     enable_prefix_caching: bool = True
-    """Keep keys, values and routes of shared prefixes, in whole blocks."""
+    """Keep keys, values and routes of shared prefixes."""
     block_size: Tokens | None = None
     """Tokens of a block of the KV cache. Unset: vLLM's own choice (128 on the CPU)."""
     kv_cache_gib: PositiveFloat | None = None
@@ -100,8 +100,8 @@ class VLLMEngineConfig(Frozen):
     tensor_parallel_size: SmallCount = 1
     """Devices that share the weights of one engine: of a server, or of a replica of Ray."""
     enable_sleep_mode: bool = True
-    """Beside a learner on the same GPU: drop the cache and keep the weights in host memory while
-    the learner works, unless they work at once (rollout.max_staleness)."""
+    """Beside a learner on the same GPU: keep weights in host memory and drop the cache while it
+    learns, unless both work at once."""
 
 
 class ServerEngineConfig(Frozen):
@@ -111,37 +111,35 @@ class ServerEngineConfig(Frozen):
 
     kind: str
     url: str | tuple[str, ...]
-    """Address of the server, http:// or https://, or of several: a list of them, file:PATH with one
-    a line, or dns:http://NAME:PORT."""
+    """Address of the server, or of several: a list, file:PATH with one a line, or
+    dns:http://NAME:PORT."""
     token_env: str | None = None
     """Environment variable with the server's token. Unset: only for a server on this machine."""
     dtype: Dtype = "bfloat16"
-    """Dtype that the server was started with. Another one is refused."""
+    """Dtype that the server was started with; another one is refused."""
     lm_head: LmHead = "same"
-    """Dtype of the server's vocabulary projection. Another one is refused."""
+    """Dtype of the vocabulary projection: that of the layers, or float32 (docs/engines.md)."""
     max_num_seqs: SmallCount = 64
     """Most requests in flight at once, at each server."""
     max_len: Tokens | None = None
-    """Most tokens of a sequence, prompt and completion. Unset: the model's context length, less the
-    tokens that the server reserves."""
+    """Most tokens of a sequence. Unset: the model's context length, less what a server reserves."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds for one attempt of a request, or for one bucket or file of weights. Where tokens are
-    sampled: seconds of silence, after which the server must answer `/health`. All attempts together
-    take at most this much longer than one."""
+    """Seconds for an attempt of a request, or a bucket or file of weights. While tokens are
+    sampled: of silence, after which `/health` must answer. All attempts take at most this much
+    longer than one."""
     retries: int = Field(5, ge=0, le=LARGEST_INT)
-    """Attempts after the first if a request gets no usable reply, 0.25 to 8 s apart. 0: none."""
+    """Attempts after the first without a usable reply, 0.25 to 8 s apart. 0: none."""
     recovery_timeout_s: float | None = Field(None, ge=0, le=LARGEST_FLOAT)
-    """Seconds that a run waits for a lost server after the retries, and a resumed run for its
-    server. Then it sends the weights and samples the step again. 0: the run ends. Unset: 300."""
+    """Seconds to wait for a lost server after the retries, or at a resume; it then gets the weights
+    and the step again. 0: the run ends. Unset: 300."""
     sync: Literal["gloo", "nccl", "disk"] = "gloo"
-    """Transport of weights to the server: broadcast from host memory, from the GPU, or files in
-    sync_dir."""
+    """Transport of weights: broadcast from host memory, from the GPU, or files in sync_dir."""
     bucket_mib: SmallCount | None = None
-    """With sync = gloo or nccl: MiB of weights that are sent at once. The trainer holds two times
-    that, the server once. Unset: 1024 with nccl, 64 with gloo; SGLang: 256."""
+    """MiB of weights sent at once by gloo or nccl; the trainer holds them twice. Unset: 1024 with
+    nccl, 64 with gloo; SGLang: 256."""
     sync_dir: str | None = None
-    """With sync = disk, or adapters that SGLang loads (train.lora.sync = native): a folder that
-    server and trainer both see. Unset: the temporary folder."""
+    """Folder that server and trainer see, for sync = disk and native adapters of SGLang. Unset: the
+    temporary folder."""
 
     @model_validator(mode="after")
     def _check_url(self) -> Self:
@@ -173,25 +171,23 @@ class VLLMServerConfig(ServerEngineConfig):
     kind: Literal["vllm-server"] = "vllm-server"
     """A vLLM server in a process of its own, started by `onepolicy engine serve`."""
     url: str | tuple[str, ...] = "http://127.0.0.1:8000"
-    """Address of the server, http:// or https://, or of several: a list of them, file:PATH with one
-    a line, or dns:http://NAME:PORT."""
+    """Address of the server, or of several: a list, file:PATH with one a line, or
+    dns:http://NAME:PORT."""
 
 
 class SGLangConfig(ServerEngineConfig):
-    """A SGLang server (0.5.23) in a process of its own. docs/engines.md says how to start it."""
+    """A SGLang server (0.5.23) in a process of its own (docs/engines.md)."""
 
     kind: Literal["sglang"] = "sglang"
-    """A SGLang server (0.5.23) in a process of its own. docs/engines.md says how to start it."""
+    """A SGLang server (0.5.23) in a process of its own (docs/engines.md)."""
     url: str | tuple[str, ...] = "http://127.0.0.1:30000"
-    """Address of the server, http:// or https://, or of several: a list of them, file:PATH with one
-    a line, or dns:http://NAME:PORT."""
+    """Address of the server, or of several: a list, file:PATH with one a line, or
+    dns:http://NAME:PORT."""
     lm_head: LmHead = "same"
-    """float32: the server was started with --enable-fp32-lm-head. It computes from rounded
-    weights."""
+    """Dtype of the vocabulary projection: that of the layers, or float32 (docs/engines.md)."""
     pause: Literal["abort", "retract", "in_place"] = "abort"
-    """Requests that run while weights are loaded: `abort` and continue them from their tokens,
-    `retract` (the server computes their cache again), or `in_place` (keep the old weights'
-    cache)."""
+    """Requests that run while weights are loaded: abort and go on from their tokens, retract
+    (compute the cache again), in_place (keep the old weights' cache)."""
 
     reserved: ClassVar[int] = 6
     """Tokens of its context length that the server does not give to a request."""

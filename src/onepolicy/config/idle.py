@@ -82,7 +82,7 @@ def _preset_on_old(run: RunConfig) -> bool:
     """Return whether a preset corrects the ratio old / rollout, which is 1 on-policy."""
     correction = run.correction
     corrects = _weighs_old(correction) or bool(_gates_on_old(correction))
-    return on_policy(run) and correction.preset is not None and corrects
+    return run.rollout_is_old and correction.preset is not None and corrects
 
 
 def _one_update(run: RunConfig) -> bool:
@@ -176,14 +176,14 @@ IDLE: tuple[Rule[RunConfig], ...] = (
     Rule("correction.preset", _preset_on_old, EXACT, kind="idle"),
     Rule(
         "correction.weight.level",
-        lambda run: on_policy(run) and not _preset_on_old(run) and _weighs_old(run.correction),
+        lambda run: run.rollout_is_old and not _preset_on_old(run) and _weighs_old(run.correction),
         EXACT,
         kind="idle",
     ),
     Rule(
         "correction.gates",
         lambda run: (
-            on_policy(run) and not _preset_on_old(run) and bool(_gates_on_old(run.correction))
+            run.rollout_is_old and not _preset_on_old(run) and bool(_gates_on_old(run.correction))
         ),
         lambda run: f"{EXACT}, which passes {', '.join(_gates_on_old(run.correction))}",
         kind="idle",
@@ -225,7 +225,11 @@ IDLE: tuple[Rule[RunConfig], ...] = (
         lambda run: not run.objective.kl.coef,
         "objective.kl.coef = 0",
     ),
-    *unused(RATIO_BOUNDS, lambda run: _one_update(run) and on_policy(run), f"{ONE_UPDATE} ratio 1"),
+    *unused(
+        RATIO_BOUNDS,
+        lambda run: _one_update(run) and run.rollout_is_old,
+        f"{ONE_UPDATE} ratio 1",
+    ),
     *unused(
         RATIO_BOUNDS,
         lambda run: _one_update(run) and not run.correction.bypass,
@@ -240,7 +244,7 @@ IDLE: tuple[Rule[RunConfig], ...] = (
     ),
     *unused(
         "train.reuse_scoring_forward",
-        lambda run: on_policy(run) and run.scores_old and not run.scores_first,
+        lambda run: run.rollout_is_old and run.scores_old and not run.scores_first,
         "numerics = on-policy has no scoring forward",
     ),
     *unused(

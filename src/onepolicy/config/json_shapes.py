@@ -59,7 +59,7 @@ class Parent(Shape):
 
 
 class Summary(Shape):
-    """summary.json. report/words.py explains the keys."""
+    """summary.json. report/run_summary.py explains the keys."""
 
     steps: Count
     run: Text | None = None

@@ -19,19 +19,17 @@ class LoraConfig(Frozen):
     alpha: PositiveFloat | None = None
     """An adapter adds B A alpha / rank to its weight. Unset: 2 * rank."""
     targets: tuple[Target, ...] | None = None
-    """Weights with an adapter: linear layers of `attention` and of `dense` MLPs (and shared
-    experts), the stacked weights of `experts`, and `routers`. Unset: all but routers, as far as the
-    model has them."""
+    """Weights with an adapter; dense: MLPs and shared experts. Unset: all but routers, as far as
+    the model has them."""
     sync: Literal["merged", "native"] = "merged"
-    """merged: the engine gets base + adapter in its own dtype. native: it gets A and B alone, and
-    computes with them (docs/lora.md lists the engines and targets)."""
+    """merged: the engine gets base + adapter in its own dtype. native: A and B alone (docs/lora.md
+    lists engines and targets)."""
     loss_every: int = Field(10, ge=0, le=LARGEST_INT)
-    """Steps between measurements of how much of the adapter a merge into the engine's dtype loses.
-    0: only before the run."""
+    """Steps between measurements of what a merge into the engine's dtype loses. 0: only before the
+    run."""
     base: Literal["same", "nf4"] = "same"
-    """Format of the frozen linear layers and experts. same: model.dtype. nf4: 4 bits (QLoRA), by
-    bitsandbytes; the policy is then the dequantised base + adapter, in the trainer and the engine.
-    Routers, embeddings, norms and the head keep model.dtype."""
+    """Format of frozen linear layers and experts. nf4: 4 bits (QLoRA, bitsandbytes); the policy is
+    the dequantised base + adapter, in trainer and engine."""
 
     @property
     def scaling(self) -> float:

@@ -46,56 +46,55 @@ class OptimConfig(Frozen):
     weight_decay: float = Field(0.0, ge=0, le=LARGEST_FLOAT)
     """AdamW's weight decay. 0: none."""
     warmup_steps: int = Field(0, ge=0, le=LARGEST_INT)
-    """Optimiser steps over which the learning rate rises linearly from 0. 0: no warm-up."""
+    """Optimiser steps over which the rate rises linearly from 0. 0: none."""
     lr_decay: Literal["none", "linear"] = "none"
-    """linear: the rate falls over the whole run (a fork: over its own steps), to 0 after its
-    end."""
+    """linear: the rate falls to 0 after the end of the run, or of the fork."""
     clip_norm: PositiveFloat = 1.0
-    """Largest norm of a gradient. A longer one is scaled down to it."""
+    """Largest gradient norm; a longer gradient is scaled down."""
     state: Literal["device", "host", "8bit"] = "device"
-    """Where AdamW's moments and masters are between updates: beside the parameters, in the host's
-    memory, or beside them with moments in blocks of 8 bits (torchao)."""
+    """Where AdamW's moments and masters are between updates: beside the parameters, in host memory,
+    or beside them with moments in 8 bits (torchao)."""
     max_skipped: int = Field(0, ge=0, le=LARGEST_INT)
-    """Updates in a row that may be skipped because gradients are not finite. 0: the first such
-    update ends the run."""
+    """Updates in a row that may be skipped for gradients that are not finite. 0: the first ends the
+    run."""
 
 
 class TrainConfig(Frozen):
     """Device, precision and memory of the trainer."""
 
     device: str = "auto"
-    """Torch device: cpu, cuda or cuda:N. auto: cuda if there is one, else cpu."""
+    """Torch device: cpu, cuda, cuda:N. auto: cuda if there is one."""
     threads: SmallCount | None = None
-    """CPU threads of the trainer and of engines in its process. Unset: all cores, or half of them
-    each where the embedded engine samples while the trainer learns (rollout.max_staleness)."""
+    """CPU threads of the trainer and of engines in its process. Unset: all cores, or half each
+    where the embedded engine samples while the trainer learns."""
     tokens_per_micro_batch: Tokens = 16384
-    """Most token slots of a micro-batch. A longer sample gets a micro-batch of its own."""
+    """Most slots of a micro-batch. A longer sample has one of its own."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward: less memory, more time."""
     logits_chunk: int | None = Field(None, ge=0, le=LARGEST_INT)
-    """Most slots whose logits exist at once. The backward computes those of each chunk again.
-    Unset: as many as make 1 GiB of float32 logits. 0: no chunks, nothing is computed again."""
+    """Most slots whose logits exist at once; the backward computes each chunk's again. Unset: 1 GiB
+    of float32 logits. 0: no chunks."""
     autocast: Literal["off", "bfloat16"] = "off"
     """torch.autocast of the trainer's forwards, for float32 parameters."""
     fsdp_param_dtype: Literal["same", "bfloat16"] = "same"
-    """With train.ranks: dtype of the parameters that FSDP2 gathers for a forward and backward. The
-    shards, the sum of gradients and AdamW stay float32."""
+    """With train.ranks: dtype of the parameters that FSDP2 gathers. Shards, sums of gradients and
+    AdamW stay float32."""
     ranks: int = Field(0, ge=0, le=2**16)
-    """Processes that share the learner by FSDP2, one per GPU. 0: one process, unsharded. Under
-    torchrun: the number of its processes, which may be left out."""
+    """Processes that share the learner by FSDP2, one per GPU. 0: one process, unsharded. May be
+    left out under torchrun."""
     rank_timeout: PositiveFloat = 1800.0
-    """With train.ranks: seconds after which a rank that does not answer or start ends the run."""
+    """Seconds after which a rank that does not answer or start ends the run."""
     reuse_scoring_forward: bool | None = None
-    """Use the graph of the scoring forward for the update. Saves a forward, keeps all activations
-    of a step. Needs objective.num_minibatches = 1 and no activation checkpointing. Unset: in steps
-    of one micro-batch, where it costs no memory."""
+    """Update by the graph of the scoring forward: saves a forward, keeps all activations of a step.
+    Needs one minibatch and no activation checkpointing. Unset: in steps of one micro-batch, where
+    it costs no memory."""
 
     skip_zero_advantage: bool = True
-    """Leave groups whose rewards are equal out of the update's forward and backward, where the
-    loss has no other term: objective.baseline group or leave-one-out, one minibatch, no ranks."""
+    """Leave groups with equal rewards out of the update where the loss has no other term: baseline
+    group or leave-one-out, one minibatch, no ranks."""
     share_prompts: bool = True
-    """Compute the common prefix of a group's samples once per forward, where tokens and replayed
-    routes agree. On a CPU; not in soft replay, nor with recurrent layers."""
+    """Compute a group's common prefix once per forward, where tokens and replayed routes agree. On
+    a CPU; not in soft replay, nor with recurrent layers."""
 
     lora: LoraSetting = None
     """Train low-rank adapters in place of the weights (docs/lora.md). Unset or off: all weights."""

@@ -11,7 +11,8 @@ ON_POLICY: Numerics = "on-policy"
 def dependent_defaults(data: dict[str, Any]) -> dict[str, Any]:
     """Return the tree with the defaults of its `numerics`.
 
-    With on-policy the embedded engine computes as the trainer does, and nothing is corrected.
+    With on-policy the embedded engine computes as the trainer does, and nothing but the age of
+    tokens is corrected.
     """
     if data.get("numerics") != ON_POLICY:
         return data
@@ -23,4 +24,6 @@ def dependent_defaults(data: dict[str, Any]) -> dict[str, Any]:
             data = data | {
                 "rollout": rollout | {"engine": {"dtype": "float32"} | of_model | engine}
             }
+    if isinstance(rollout, dict) and rollout.get("max_staleness") not in (None, "off", 0):
+        return data  # tokens of older weights: the usual correction
     return {"correction": {"preset": "recompute"}} | data

@@ -45,16 +45,15 @@ class KLConfig(Frozen):
     coef: float = Field(0.0, ge=0, le=LARGEST_FLOAT)
     """Coefficient of the KL term. 0: no reference model, no KL."""
     where: Literal["loss", "reward"] = "loss"
-    """loss: a term with a gradient. reward: subtracted from each token's reward, before
-    advantages."""
+    """A term with a gradient, or subtracted from each token's reward before advantages."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """With d = log(pi / pi_ref): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d."""
     importance: Literal["none", "old", "rollout"] = "none"
-    """Multiply the loss term by the ratio new / old or new / rollout, so that its gradient is that
-    of the KL (DeepSeek-V3.2, unbiased KL estimate)."""
+    """Multiply the loss term by new / old or new / rollout, so that its gradient is the KL's
+    (DeepSeek-V3.2)."""
     reference: str | None = None
-    """Folder or hub id of the reference, with the policy's vocabulary. Unset: model.path, in a fork
-    too: the model that the first run started from. Set a checkpoint's folder for another."""
+    """Folder or hub id of the reference, with the policy's vocabulary. Unset: model.path, which the
+    first run started from, in a fork too."""
 
     @property
     def in_reward(self) -> bool:
@@ -76,8 +75,7 @@ class CriticConfig(Frozen):
     lr: LearningRate = 1e-5
     """Learning rate of the critic."""
     clip: PositiveFloat | None = 0.2
-    """Most that a new value may differ from the old one before the loss is clipped. Unset: no
-    clip."""
+    """Most that a value may move before its loss is clipped. Unset: no clip."""
 
 
 OBJECTIVE_RULES: tuple[Rule[ObjectiveConfig], ...] = (
@@ -141,27 +139,26 @@ class ObjectiveConfig(Frozen):
     """Published objective to start from (`onepolicy config objective`). Unset: GRPO with
     clip-higher."""
     baseline: Literal["group", "leave-one-out", "none", "critic"] = "group"
-    """A reward is compared with its group's mean, its siblings' mean, nothing, or a critic
+    """What a reward is compared with: its group's mean, its siblings' mean, nothing, a critic
     (GAE)."""
     normalise: Literal["std", "none", "global"] = "std"
-    """std: divide a group's advantages by their standard deviation. global: whiten the advantages
-    of all trainable slots of the step. none: neither."""
+    """std: divide a group's advantages by their standard deviation. global: whiten all trainable
+    slots of the step."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token, of returns and GAE. 1: none."""
     lam: float = Field(1.0, ge=0, le=1)
     """Lambda of GAE. 1: compare with the whole return. Less trusts the critic more."""
     surrogate: SurrogateName = "ppo"
-    """Loss of a slot from its ratio and advantage (docs/objectives.md has the equations)."""
+    """Loss of a slot from its ratio and advantage (docs/objectives.md)."""
     ratio_level: Literal["token", "sequence", "sequence-token", "trajectory"] = "token"
-    """Ratio r of a slot: its own, the geometric mean of its sample (GSPO), that value with the
-    slot's own gradient (GSPO-token), or the product over the sample (TOPR)."""
+    """Ratio of a slot: its own, its sample's geometric mean (GSPO), that with the slot's own
+    gradient (GSPO-token), its sample's product (TOPR)."""
     clip_low: float = Field(DEFAULT_CLIP[0], ge=0, le=1)
     """The PPO ratio is clipped from below to 1 - clip_low."""
     clip_high: float = Field(DEFAULT_CLIP[1], ge=0, le=LARGEST_FLOAT)
     """The PPO ratio is clipped from above to 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1, le=LARGEST_FLOAT)
-    """Largest ratio that counts where the advantage is negative (dual-clip PPO). Unset: no
-    limit."""
+    """Largest ratio that counts where the advantage is negative. Unset: no limit."""
     tau_positive: PositiveFloat = 1.0
     """SAPO: steepness of the gate where the advantage is positive."""
     tau_negative: PositiveFloat = 1.05
@@ -174,7 +171,7 @@ class ObjectiveConfig(Frozen):
         "sequence-mean-token-sum",
         "sequence-mean-token-constant",
     ] = "token-mean"
-    """Mean or sum that makes one scalar. Denominators count the optimiser step before rejection."""
+    """How slots become one scalar. Denominators count the optimiser step before rejection."""
     reduction_length: Tokens | None = None
     """Constant of sequence-mean-token-constant [tokens]. Unset: rollout.sampling.max_tokens."""
     kl: KLConfig = KLConfig()
@@ -184,15 +181,14 @@ class ObjectiveConfig(Frozen):
     critic: CriticConfig | None = None
     """Critic of baseline = critic."""
     dynamic_sampling: int = Field(0, ge=0, le=LARGEST_INT)
-    """Rounds of further problems that replace groups whose rewards are all equal (DAPO). 0:
-    none."""
+    """Rounds of further problems in place of groups with equal rewards (DAPO). 0: none."""
     overlong_buffer: float = Field(0.0, ge=0, le=1)
-    """Last share of rollout.sampling.max_tokens, over which the reward falls linearly by
-    overlong_penalty (DAPO eq. 13). 0: off."""
+    """Last share of rollout.sampling.max_tokens, over which the reward falls by overlong_penalty
+    (DAPO eq. 13). 0: off."""
     overlong_penalty: PositiveFloat = 1.0
     """Reward that a response of full length loses, with overlong_buffer."""
     num_minibatches: SmallCount = 1
-    """Optimiser steps per batch. Samples are split into this many parts, by whole groups."""
+    """Optimiser steps per batch, which is split by whole groups."""
 
     @property
     def has_critic(self) -> bool:

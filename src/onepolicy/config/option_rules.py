@@ -241,12 +241,6 @@ STALENESS: Rules = (
         lambda run: run.rollout.overlaps and not run.rollout.engine.can.updates_while_sampling,
     ),
     error(
-        "rollout.max_staleness: {rollout.max_staleness} trains on tokens of older weights, which "
-        "cannot have the newest ones' log-probabilities to the bit, as numerics = on-policy asks; "
-        "set rollout.max_staleness to 0 or off, or numerics to fast",
-        lambda run: run.rollout.overlaps and on_policy(run),
-    ),
-    error(
         "replay.source: reprefill records routes when a step's samples are complete, with other "
         "weights than sampled them where rollout.max_staleness = {rollout.max_staleness}; set it "
         "to engine, or set rollout.max_staleness to 0 or off",

@@ -75,11 +75,11 @@ class PolicyConfig(Frozen):
     max_len: Tokens = 512
     """Context length [tokens]."""
     mistakes: float = Field(0.1, ge=0, lt=1)
-    """Share of planted errors in the warm-up data, which RL then removes. chain: results replaced
-    by a random digit. Other tasks: letters and digits of the answer. 0: none."""
+    """Share of planted errors in the warm-up data, which RL then removes: random digits (chain),
+    letters and digits of the answer (other tasks). 0: none."""
     mistakes_from: float = Field(0.0, ge=0, lt=1)
-    """Share of the warm-up before mistakes are planted. Copying from the prompt is learnt late or
-    never from answers with mistakes."""
+    """Share of the warm-up before mistakes are planted; with them copying from the prompt is learnt
+    late or never."""
     steps: Count = 800
     """Optimiser steps of the warm-up."""
     tokens_per_step: LargeCount = 1024

@@ -16,20 +16,20 @@ class RoutingPressure(Frozen):
     """Other experts than the engine's routers would choose, for a study. Never for a real run."""
 
     kind: Literal["routing", "runner-up"] = "routing"
-    """routing: noise on the weights with which the engine's routers choose experts. runner-up: for
-    some tokens, the best expert left out takes the place of the last chosen, by any margin."""
+    """routing: noise on the weights by which routers choose. runner-up: for some tokens the best
+    expert left out replaces the last chosen, by any margin."""
     scale: float = Field(ge=0, le=1e3)
-    """routing: standard deviation of the noise, as a multiple of the rms of the router's row.
-    runner-up: share of the tokens, at most 1. 0: no pressure, to the bit."""
+    """routing: standard deviation of the noise, in rms of the router's row. runner-up: share of the
+    tokens, at most 1. 0: none, to the bit."""
     redraw: Literal["never", "sync"] = "never"
-    """never: drawn once for the whole run. sync: drawn anew for every version of the weights."""
+    """Draw once for the run, or anew for every version of the weights."""
     weights: bool = False
-    """The combine weights come from the noisy router too, which replay.mode = r3 cannot undo. Else
-    only the choice does, and the chosen experts are weighted as without noise."""
+    """Combine weights come from the noisy router too, which r3 cannot undo; else they are those
+    without noise."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Decoder indices of the MoE layers under pressure. Unset: all."""
     seed: Seed = 0
-    """Seed of what is drawn. The run's own seed does not change it."""
+    """Seed of what is drawn, whatever the run's seed is."""
 
     def describe(self) -> str:
         """Return the line that a run, its summary and its report begin with."""

@@ -25,8 +25,8 @@ class Int8(_Quant):
     format: Literal["int8"] = "int8"
     """Weights and activations in int8. With vLLM: weights of experts only."""
     activations: Literal["dynamic", "static"] = "dynamic"
-    """Scales of activations. dynamic: one per token. static: one per layer, calibrated once on the
-    policy that the run starts from."""
+    """Scales of activations: one per token, or one per layer, calibrated on the policy at the
+    start."""
 
 
 class Fp8(_Quant):

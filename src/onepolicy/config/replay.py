@@ -32,17 +32,16 @@ class RolloutReplay(Frozen):
     """Settings of the modes that use the rollout's experts, in scoring and in the update."""
 
     source: Literal["engine", "reprefill"] = "engine"
-    """Recorder of the routes: the engine while it samples, or a forward over the finished
-    samples by a second copy of the model (for engines that return none; it may differ from the
-    engine's)."""
+    """Who records routes: the engine, or for engines that return none a forward of a second copy of
+    the model over the finished samples (its routes may differ from the engine's)."""
     missing: Literal["error", "native"] = "error"
-    """If the engine returned no routes of a sample: stop the run, or let the trainer route it."""
+    """A sample without routes: stop the run, or let the trainer route it."""
     min_agreement: float = Field(MIN_AGREEMENT, ge=0, lt=1)
     """Least share of replayed experts that the trainer would choose too, in every layer and every
-    16 tokens. Below it the run stops. 0: replay whatever comes."""
+    16 tokens; below it the run stops. 0: replay whatever comes."""
     duplicate_routes: DuplicateRoutes = "as-sampled"
-    """Route of a token that several forwards fed (after an abort or a lost cache): the one its
-    log-probability came from, the one its cached keys came from, or that of the newest weights."""
+    """Route of a token that several forwards fed (after an abort or a lost cache): that of its
+    log-probability, of its cached keys, or of the newest weights."""
 
 
 class R3(RolloutReplay):
@@ -58,8 +57,8 @@ class SoftReplay(RolloutReplay):
     mode: Literal["soft"] = "soft"
     """As r3, but the trainer replaces experts that it finds too unlikely."""
     ratio: float = Field(gt=0, le=1)
-    """A replayed expert stays if its score is at least this times the weakest score that the
-    trainer selects itself."""
+    """A replayed expert stays if its score is at least this times that of the trainer's weakest own
+    choice."""
 
 
 class WeightsReplay(RolloutReplay):

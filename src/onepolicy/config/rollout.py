@@ -25,17 +25,17 @@ class SamplingConfig(Frozen):
     """Sampling parameters of training."""
 
     temperature: PositiveFloat = 1.0
-    """Sampling temperature of training, which the trainer's log-probabilities have too."""
+    """Sampling temperature, which the trainer's log-probabilities have too."""
     max_tokens: Tokens = 1024
     """Most tokens of a response, or of a turn in episodes of several."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of likeliest tokens with this probability. The engine returns
-    the sets, and the trainer scores over them (docs/supports.md). 1: all tokens."""
+    """Sample from the smallest set of likeliest tokens with this probability; the trainer scores
+    over the same sets (docs/supports.md). 1: all."""
     top_k: int = Field(0, ge=0, le=LARGEST_INT)
     """Sample from this many likeliest tokens, as top_p. 0: all."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Sample from the tokens with at least this share of the likeliest one's probability. It is
-    applied before top_k and top_p. 0: all."""
+    """Sample from tokens with at least this share of the likeliest one's probability, before top_k
+    and top_p. 0: all."""
 
     @property
     def narrows(self) -> bool:
@@ -57,8 +57,8 @@ class RolloutConfig(Frozen):
     quant: QuantConfig = None
     """Format of the engine's weights, made at every weight sync. Unset or off: unquantised."""
     pressure: PressureConfig = None
-    """Artificial noise on the engine's routers, for studies (docs/pressure.md). Evaluation never
-    has it. Unset or off: none."""
+    """Artificial noise on the engine's routers, for studies (docs/evidence_tables.md), never in
+    evaluation. Unset or off: none."""
     prompts_per_step: LargeCount = 8
     """Prompts of a step."""
     group_size: SmallCount = 8
@@ -68,15 +68,14 @@ class RolloutConfig(Frozen):
     max_staleness: Annotated[
         Annotated[int, Field(strict=True, ge=0, le=2**16)] | None, BeforeValidator(_off)
     ] = None
-    """Most updates of the policy after a token of the step was sampled (docs/asynchronous.md):
-    sampling goes on while the trainer learns. 0: wait for the newest weights. Unset or off: take
-    turns."""
+    """Most updates since a token was sampled: sampling goes on while the trainer learns
+    (docs/training.md). 0: wait for the newest weights. Unset or off: take turns."""
     episode_retries: int = Field(1, ge=0, le=LARGEST_INT)
     """Times that an episode whose tool or environment failed is played again before it is
     dropped."""
     min_group_size: SmallCount | None = None
-    """Least episodes of a group. A group with fewer left is dropped whole. Unset: half of
-    group_size, at least 2 if there are 2."""
+    """Least episodes of a group; a smaller one is dropped. Unset: half of group_size, at least 2 if
+    there are 2."""
 
     @property
     def overlaps(self) -> bool:
@@ -125,5 +124,5 @@ class EvalConfig(Frozen):
     max_tokens: Tokens | None = None
     """Most tokens of a response. Unset: rollout.sampling.max_tokens."""
     quantised: bool = False
-    """Evaluate with the weights of rollout.quant. Else a second, embedded engine evaluates
-    unquantised ones."""
+    """Evaluate the weights of rollout.quant; else a second, embedded engine has unquantised
+    ones."""

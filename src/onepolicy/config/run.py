@@ -22,17 +22,16 @@ class LogConfig(Frozen):
     """Files that a run writes for people."""
 
     counterfactual_every: int = Field(10, ge=0, le=LARGEST_INT)
-    """Steps between scorings of the same batch without replay (replay.mode = r3, soft or weights).
-    0: never."""
+    """Steps between scorings of the same batch without replay. 0: never."""
     samples_per_step: int = Field(2, ge=0, le=LARGEST_INT)
     """Readable rollouts written to samples.jsonl each step. 0: none."""
     tensorboard: bool = True
     """Write metrics for TensorBoard too."""
     wandb: str | None = Field(None, min_length=1)
-    """Project of Weights & Biases that metrics go to as well. W&B's own variables apply
-    (WANDB_MODE=offline, WANDB_ENTITY). Unset: none."""
+    """Project of Weights & Biases for the metrics; its own variables apply (WANDB_MODE=offline,
+    WANDB_ENTITY). Unset: none."""
     trackio: str | None = Field(None, min_length=1)
-    """Project of trackio that metrics go to as well (`trackio show`). Unset: none."""
+    """Project of trackio for the metrics (`trackio show`). Unset: none."""
     report: bool = True
     """Write report.html at the end of the run."""
 
@@ -42,7 +41,7 @@ class CheckpointConfig(Frozen):
 
     every: Count = 10
     """Steps between checkpoints. The last step is always saved."""
-    keep: int = Field(0, ge=0, le=LARGEST_INT)
+    keep: int = Field(3, ge=0, le=LARGEST_INT)
     """Newest checkpoints to keep. 0: all."""
 
 
@@ -62,16 +61,16 @@ class RunConfig(Frozen):
     """
 
     out: str
-    """Run folder, new or empty. If a recipe's own is taken, `onepolicy train` takes the first free
-    of out-2, out-3, ... One typed as out=... must be free."""
+    """Run folder, new or empty. If a recipe's is taken, out-2, out-3, ... is used; one typed as
+    out=... must be free."""
     steps: Count
     """Steps of the run."""
     seed: Seed = 0
     """Seed of all random numbers of the run."""
     numerics: Numerics = "fast"
-    """on-policy: engine and trainer give equal log-probabilities to the bit (docs/on_policy.md),
-    or the run stops. The engine's dtype and lm_head then follow the model's, correction is
-    recompute."""
+    """on-policy: engine and trainer agree to the bit, or the run stops (docs/on_policy.md). The
+    engine's dtype and lm_head follow the model's; correction is recompute, with max_staleness
+    the usual one."""
     model: ModelConfig
     """The model that is trained."""
     task: TaskConfig
@@ -82,8 +81,7 @@ class RunConfig(Frozen):
     """Routing replay of Mixture-of-Experts models. Without a mode: r3."""
     correction: CorrectionConfig = Field(default_factory=_usual_correction)
     """Correction of the mismatch. Unset: `recompute`, which corrects nothing, if the rollout's
-    routes are replayed, else TIS with cap 2, as also where tokens may be of older weights
-    (rollout.max_staleness)."""
+    routes are replayed; else, or where tokens may be of older weights, TIS with cap 2."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """Advantages and loss."""
     optim: OptimConfig = OptimConfig()
@@ -133,13 +131,21 @@ class RunConfig(Frozen):
         return not self.correction.bypass
 
     @property
+    def rollout_is_old(self) -> bool:
+        """True if the rollout's log-probabilities are the old policy's, to the bit.
+
+        Tokens of older weights (rollout.max_staleness) have those of other policies.
+        """
+        return self.numerics == ON_POLICY and not self.rollout.overlaps
+
+    @property
     def scores_first(self) -> bool:
         """True if a forward before the update computes them.
 
-        With numerics = on-policy they are the rollout's, which the update's own forward checks.
-        R2 needs the routes of a scoring, too.
+        Where they are the rollout's to the bit, the update's own forward checks it. R2 needs the
+        routes of a scoring, too.
         """
-        exact = self.numerics == ON_POLICY and not isinstance(self.replay, R2)
+        exact = self.rollout_is_old and not isinstance(self.replay, R2)
         return self.scores_old and not exact
 
     @property

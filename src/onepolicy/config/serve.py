@@ -24,6 +24,6 @@ class ServeConfig(VLLMEngineConfig):
     )
 
     quant: QuantConfig = None
-    """Quantisation of the weights, as rollout.quant of the runs that will use the server."""
+    """Quantisation of the weights, as the runs that use the server have it."""
     lora_rank: SmallCount | None = None
-    """Largest rank of adapters that runs with train.lora.sync = native may send. Unset: none."""
+    """Largest rank of native adapters (train.lora.sync). Unset: none."""

@@ -34,7 +34,7 @@ class ChainTask(Frozen):
     ops: SmallCount = 12
     """Operations per problem."""
     seed: Seed = 0
-    """Seed of the problems."""
+    """Seed of problems, their order or episodes."""
 
 
 class GymTask(Frozen):
@@ -45,11 +45,11 @@ class GymTask(Frozen):
     name: str
     """Name of the data set, e.g. `chain_sum`."""
     params: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments of the data set's own config."""
+    """Keyword arguments of the data set or environment."""
     seed: Seed = 0
-    """Seed of the problems."""
+    """Seed of problems, their order or episodes."""
     threshold: float = Field(1.0, gt=0, le=1)
-    """Least score that counts as solved in accuracy. The reward is the score itself."""
+    """Least reward that counts as solved in accuracy."""
 
 
 class JsonlTask(Frozen):
@@ -63,14 +63,14 @@ class JsonlTask(Frozen):
     held_out_path: str | None = None
     """JSONL file of evaluation problems. Unset: the last `held_out` lines of `path`."""
     held_out: LargeCount = 64
-    """Last lines of `path` that are evaluated on and not trained on, without held_out_path."""
+    """Last lines of `path`, evaluated on and not trained on, without held_out_path."""
     grader: Literal["exact", "math"] = "exact"
     """exact: compare the answer after the last `answer_prefix` as a string. math: math-verify."""
     answer_prefix: str = ""
     """Text before the answer in a response, e.g. `####`. Empty: the whole response is the
     answer."""
     seed: Seed = 0
-    """Seed of the problems' order."""
+    """Seed of problems, their order or episodes."""
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
@@ -138,21 +138,21 @@ class EpisodeTask(Frozen):
     """Settings that every kind with episodes of several turns has."""
 
     max_turns: SmallCount = 8
-    """Most model turns of an episode. An episode that is not over by then earns 0."""
+    """Most model turns of an episode, which earns 0 if it is not over by then."""
     max_tokens: Tokens | None = None
-    """Most sampled tokens of an episode, all turns together. Unset: no limit but the context. A
-    turn is limited by rollout.sampling.max_tokens."""
+    """Most sampled tokens of an episode. Unset: the context. rollout.sampling.max_tokens limits a
+    turn."""
     seconds: PositiveFloat | None = None
-    """Wall time of an episode [s]. One that is not over by then earns 0. Unset: no limit. A run
-    with a limit cannot be repeated to the bit."""
+    """Wall time of an episode [s], which earns 0 if it is not over by then. Unset: none. With a
+    limit no run repeats to the bit."""
 
 
 class DialogueTask(EpisodeTask):
     """Settings of episodes whose turns and replies are written here."""
 
     history: Literal["fail", "fork"] = "fail"
-    """If the chat template rewrites earlier turns: refuse to start, or make a sample of its own of
-    every rewritten history."""
+    """If the chat template rewrites earlier turns: refuse to start, or make each rewritten history
+    a sample."""
 
 
 class ReActTask(DialogueTask):
@@ -167,8 +167,7 @@ class ReActTask(DialogueTask):
     reply_chars: Count = 1000
     """Longest reply of a tool [characters]. The rest is cut."""
     instructions: str | None = None
-    """Text before every question. Unset: the tools and how to call them, where the chat template
-    does not say so."""
+    """Text before the problem. Unset: what there is to do, unless the chat template says so."""
 
     @property
     def threshold(self) -> float:
@@ -195,20 +194,20 @@ class GymnasiumTask(DialogueTask):
     id: str
     """Name in gymnasium's registry, e.g. `FrozenLake-v1`."""
     params: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments of gymnasium.make."""
+    """Keyword arguments of the data set or environment."""
     returns: tuple[float, float]
-    """Returns (sums of an episode's rewards) that earn 0 and 1. Linear between them, cut beyond."""
+    """Returns (sums of rewards) that earn 0 and 1, linear between, cut beyond."""
     observation: Literal["words", "ansi"] = "words"
     """words: toy_text's observations decoded, others as numbers. ansi: the environment's
     drawing."""
     actions: tuple[str, ...] | None = None
     """Names of a Discrete space's actions, in order. Unset: toy_text's own, else the numbers."""
     instructions: str | None = None
-    """Text before the first observation. Unset: the rules where they are known, and how to act."""
+    """Text before the problem. Unset: what there is to do, unless the chat template says so."""
     seed: Seed = 0
-    """Seed of the episodes."""
+    """Seed of problems, their order or episodes."""
     threshold: float = Field(1.0, gt=0, le=1)
-    """Least reward that counts as solved."""
+    """Least reward that counts as solved in accuracy."""
 
     @model_validator(mode="after")
     def _check_environment(self) -> Self:
@@ -236,16 +235,16 @@ class TextArenaTask(DialogueTask):
     """Name in textarena's registry, e.g. `GuessTheNumber-v0`. Played without textarena's
     wrappers."""
     params: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments of textarena.make."""
+    """Keyword arguments of the data set or environment."""
     returns: tuple[float, float] = (0.0, 1.0)
-    """Results that earn 0 and 1. Linear between them, cut beyond. A lost game has the share of
-    completion that the game gives it."""
+    """Results that earn 0 and 1, linear between, cut beyond. A lost game has its share of
+    completion."""
     instructions: str = ""
     """Text before the game's own rules."""
     seed: Seed = 0
-    """Seed of the games."""
+    """Seed of problems, their order or episodes."""
     threshold: float = Field(1.0, gt=0, le=1)
-    """Least reward that counts as solved."""
+    """Least reward that counts as solved in accuracy."""
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
@@ -262,12 +261,12 @@ class VerifiersTask(DialogueTask):
     env: dict[str, JsonValue]
     """verifiers' own settings, e.g. `{ taskset = { id = "textarena", game = "Wordle-v0" } }`."""
     returns: tuple[float, float] | None = None
-    """Weighted sums of rewards that earn 0 and 1. Linear between them, cut beyond. Unset: the sum
-    is the reward."""
+    """Weighted sums of rewards that earn 0 and 1, linear between, cut beyond. Unset: the sum is the
+    reward."""
     seed: Seed = 0
-    """Seed of the episodes."""
+    """Seed of problems, their order or episodes."""
     threshold: float = Field(1.0, gt=0, le=LARGEST_FLOAT)
-    """Least reward that counts as solved."""
+    """Least reward that counts as solved in accuracy."""
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
@@ -287,35 +286,31 @@ class ProgramTask(EpisodeTask):
     """A program that talks to a model by an API, started for every episode in a sandbox."""
 
     kind: Literal["program"] = "program"
-    """A program that talks to a model by an API (OpenAI, Anthropic), started for every episode in
-    a sandbox (docs/gateway.md)."""
+    """A program that speaks an API of OpenAI or Anthropic, started in a sandbox for every episode
+    (docs/gateway.md)."""
     problems: Annotated[GymTask | JsonlTask, Field(discriminator="kind")]
     """Task whose problems the program gets."""
     command: tuple[str, ...] = Field(min_length=1)
-    """Words of the command. `{prompt}` in a word is the problem's prompt; if it is in none, the
-    program reads it from stdin."""
+    """Words of the command. `{prompt}` in a word is the problem's prompt; else it is on stdin."""
     folder: str | None = None
-    """Folder of the program, which it sees read-only as /program. Unset: it lies in /usr or in
-    `readable`."""
+    """Folder of the program, read-only at /program. Unset: it lies in /usr or in `readable`."""
     readable: tuple[str, ...] = ()
-    """Further folders and files that the program sees, read-only, at their own paths, e.g. its
-    virtual environment. It sees /usr always."""
+    """Further folders and files that it sees, read-only, at their own paths. It sees /usr
+    always."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Its environment variables, beside those of the gateway's address and key."""
+    """Environment variables beside the gateway's address and key."""
     reward: Literal["grader", "exit", "file"] = "grader"
-    """grader: that of `problems`, on what the program prints. exit: 1 for exit status 0. file: the
-    number in result_file. A program that dies or takes too long earns 0."""
+    """grader: that of `problems`, on what it prints. exit: 1 for status 0. file: the number in
+    result_file. A program that dies or takes too long earns 0."""
     result_file: str | None = None
-    """File in its working folder with the answer or the number. Unset: the answer is what it
-    prints."""
+    """File in its working folder with the answer or number. Unset: what it prints."""
     max_turns: SmallCount = 64
-    """Most model turns of an episode, all conversations together. Later requests are refused."""
+    """Most model turns of an episode, all conversations together; later requests are refused."""
     max_tokens: Tokens | None = None
-    """Most sampled tokens of an episode, all turns together. Later requests are refused. Unset: no
-    limit but the context of each turn."""
+    """Most sampled tokens of an episode; later requests are refused. Unset: the context."""
     seconds: PositiveFloat = 600.0
     """Wall time of an episode [s]. A program that still runs then is ended."""
-    concurrency: SmallCount = 16
+    concurrency: int = Field(16, gt=0, le=2**12)
     """Programs that run at a time."""
     memory_mib: int = Field(4096, ge=64, le=LARGEST_INT)
     """Data memory of each process [MiB]."""

@@ -216,22 +216,22 @@ def _source(name: str) -> str:
     return str(correction_presets()[name]["source"])
 
 
-def markdown_table() -> str:
-    """Return the tables of presets of docs/corrections.md, one a question."""
-    head = "| preset | correction | surrogate | same in verl | source |\n" + "| --- " * 5 + "|"
+def markdown_lists() -> str:
+    """Return the lists of presets of docs/corrections.md, one a question."""
     return "\n\n".join(
-        "\n".join([f"**{question}**", "", head, *map(_markdown_row, names)])
+        "\n".join([f"**{question}**", "", *map(_markdown_line, names)])
         for question, names in offered_corrections().items()
     )
 
 
-def _markdown_row(name: str) -> str:
-    row, config = correction_presets()[name], preset(name)
+def _markdown_line(name: str) -> str:
+    config = preset(name)
     parts = equation(config)[1:-1]
     if config.surrogate == "ppo":
         parts.append("r = new / rollout in the surrogate")
     if config.centering != "none":
         parts.append("minus the rollout's mean score")
+    if config.surrogate != "any":
+        parts.append(f"surrogate {config.surrogate}")
     formula = "; ".join(parts) or "no weights, no gates"
-    cells = [f"`{name}`", formula, config.surrogate, _foreign(row["verl"]), row["source"]]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return f"- `{name}`: {formula}. *{_source(name)}*"

@@ -8,10 +8,11 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from onepolicy.divergence.attribution import k3_terms
+from onepolicy.record.statistics import Mean, k3_terms, means_by
 
 PLACES = (0, 8, 32, 128, 512, 2048, 8192, 32768)
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
@@ -52,31 +53,33 @@ class WorstToken:
     p_trainer: float
 
 
-def by_label(logp: Tensor, rollout: Tensor, label: Tensor, names: Sequence[str]) -> list[Row]:
-    """Return one row for each label that occurs.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Tokens of a scored batch, to be divided into parts."""
 
-    logp, rollout [n] float32; label [n] int64, the index of a name.
-    """
-    terms, gap = k3_terms(logp, rollout), (logp.double() - rollout.double()).abs()
-    whole, rows = float(terms.sum()), []
-    for i, name in enumerate(names):
-        labelled = label == i
-        count = int(labelled.sum())
-        if not count:
-            continue
-        part, share = float(terms[labelled].sum()), 0.0
-        if whole:
-            share = part / whole
-        rows.append(Row(name, count, part / count, float(gap[labelled].mean()), share))
-    return rows
+    logp: Tensor  # [n] float32, trainer
+    rollout: Tensor  # [n] float32
+    segment: Tensor  # [n] integers, ascending: the sample of each token
 
+    def by_label(self, label: Tensor, names: Sequence[str]) -> list[Row]:
+        """Return one row for each label that occurs. label: [n] int64, the index of a name."""
+        log_rho = (self.logp.double() - self.rollout.double()).cpu().numpy()
+        labels, row = label.cpu().numpy(), self.segment.cpu().numpy()
+        terms = k3_terms(log_rho)
+        k3, gap = means_by(labels, terms, row), means_by(labels, np.abs(log_rho), row)
+        whole = Mean.of(terms, row)
+        total = whole.mean * whole.tokens or 1.0  # without a gap every share is 0
+        return [
+            Row(names[i], part.tokens, part.mean, gap[i].mean, part.mean * part.tokens / total)
+            for i, part in sorted(k3.items())
+        ]
 
-def by_edges(logp: Tensor, rollout: Tensor, value: Tensor, edges: Sequence[float]) -> list[Row]:
-    """Return one row for each bin [edge, next edge) of value [n]; the last bin is open."""
-    inner = torch.tensor(edges[1:], dtype=torch.float64)
-    label = torch.bucketize(value.double(), inner, right=True)
-    names = [f"{a:g} to {b:g}" for a, b in itertools.pairwise(edges)] + [f"from {edges[-1]:g}"]
-    return by_label(logp, rollout, label, names)
+    def by_edges(self, value: Tensor, edges: Sequence[float]) -> list[Row]:
+        """Return one row for each bin [edge, next edge) of value [n]; the last bin is open."""
+        inner = torch.tensor(edges[1:], dtype=torch.float64)
+        label = torch.bucketize(value.double(), inner, right=True)
+        names = [f"{a:g} to {b:g}" for a, b in itertools.pairwise(edges)] + [f"from {edges[-1]:g}"]
+        return self.by_label(label, names)
 
 
 def turn_bins(turn: Tensor) -> Tensor:  # [n] int64, from 0 -> [n] int64

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from onepolicy.gateway.messages import Message, Request, message_key, tools_key
 from onepolicy.gateway.turns import Break, Reason, Turn
 
+LEAST_SUMMARY = 12
+"""Characters of a turn that a later question repeats as a summary. An answer such as 19 is in many
+questions by chance, a sub-agent's among them."""
+
 
 def nearest_turn(request: Request, turns: Sequence[Turn]) -> Turn | None:
     """Return the turn whose conversation begins most like the request; of equals the latest.
@@ -52,7 +56,7 @@ def _reason_without_history(request: Request, turns: Sequence[Turn]) -> Reason |
     texts = [message.text for message in _body(request.messages)]
     for turn in turns:
         told = turn.message.text.strip()
-        summed_up = bool(told) and any(told in text for text in texts[:1])
+        summed_up = len(told) >= LEAST_SUMMARY and any(told in text for text in texts[:1])
         same_agent = _system_keys(request.messages) == _system_keys(turn.request.messages) and (
             tools_key(request.tools) == tools_key(turn.request.tools)
         )
@@ -84,10 +88,9 @@ def _compare_messages(sent: Message, served: Message, conversation: Sequence[Mes
         return Reason.SYSTEM_CHANGED
     if sent.role != "assistant":
         return Reason.COMPACTION
+    if message_key(sent) in {message_key(message) for message in conversation}:
+        return Reason.COMPACTION  # those before it were left out
     if served.role != "assistant":
-        later = {message_key(message) for message in conversation}
-        if message_key(sent) in later:
-            return Reason.COMPACTION
         return Reason.UNKNOWN_ASSISTANT
     text = sent.text.strip()
     shorter = text != served.text.strip() or len(sent.calls) < len(served.calls)

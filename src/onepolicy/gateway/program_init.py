@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import socket
+import stat
 import sys
 
 PORT, SOCKET, SCRATCH = 8300, "/gateway.sock", "/scratch"
@@ -34,7 +35,7 @@ def run_program(report: int) -> None:
                 given["command"], stdin=stdin, env=given["env"], cwd=SCRATCH, check=False
             )
             ended["status"] = done.returncode
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a NUL in a word, for instance
             ended["error"] = f"{type(error).__name__}: {error}"
     if given["file"] is not None:
         ended["file"] = _read(os.path.join(SCRATCH, given["file"]), given["most_bytes"])
@@ -42,13 +43,15 @@ def run_program(report: int) -> None:
 
 
 def _read(path: str, most_bytes: int) -> str | None:
-    """Return the beginning of a file in base64, None if there is none."""
+    """Return the beginning of a file in base64, None if there is none. A pipe is no file."""
     try:
         # A pipe would be waited for, and a link may lead to any file that the program can read.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            return base64.b64encode(file.read(most_bytes)).decode()
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return base64.b64encode(file.read(most_bytes)).decode()
     except (OSError, ValueError):
-        return None
+        pass
+    return None
 
 
 def _start_relay(report: int) -> None:

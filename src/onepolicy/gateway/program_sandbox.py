@@ -18,7 +18,7 @@ import platform
 import secrets
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,8 +42,8 @@ from onepolicy.interfaces import EpisodeError
 ADDRESS = f"http://127.0.0.1:{program_init.PORT}"
 """The gateway's address inside."""
 FOLDER = "/program"
-MOST_BYTES = 2**15
-"""Bytes of a result file that are read. With the report around them they fit into a pipe."""
+MOST_BYTES, MOST_REPORTED = 2**15, 2**17
+"""Bytes of a result file that are read, and of a report, which holds them in base64."""
 MOST_PRINTED = 2**18
 """Bytes of a program's output that are kept, the first ones."""
 ERRORS_KEPT = 2000
@@ -162,20 +162,19 @@ class ProgramSandbox:
             raise EpisodeError(f"a program's sandbox could not be started: {error}") from error
         printed, errors = bytearray(), bytearray()
         timely = True
-        try:
-            async with asyncio.timeout(self.config.seconds):
-                await _feed_and_read(process, json.dumps(given), printed, errors)
-                await process.wait()
-        except TimeoutError:
-            timely = False
-        finally:
-            await kill_sandbox(process, "a program's")
-            os.set_blocking(report, False)
-            written = _read_all(report)
+        with _reading(report) as written:
+            try:
+                async with asyncio.timeout(self.config.seconds):
+                    await _feed_and_read(process, json.dumps(given), printed, errors)
+                    await process.wait()
+            except TimeoutError:
+                timely = False
+            finally:
+                await kill_sandbox(process, "a program's")
         texts = printed.decode(errors="replace"), errors.decode(errors="replace")
         if not timely:
             return Ended(None, *texts, None)
-        return _ended(written, *texts)
+        return _ended(bytes(written), *texts)
 
     def _variables(self, key: str) -> dict[str, str]:
         """Return the program's environment."""
@@ -243,11 +242,34 @@ async def _feed_and_read(
         reading.cancel()
 
 
-def _read_all(descriptor: int) -> bytes:
-    """Return the content of a pipe, and close it."""
-    with contextlib.suppress(BlockingIOError), open(descriptor, "rb", buffering=0) as pipe:
-        return pipe.read() or b""
-    return b""
+@contextlib.contextmanager
+def _reading(pipe: int) -> Iterator[bytearray]:
+    """Give the bytes of a pipe, read while it is written: one may hold a page only.
+
+    At the end what is left in it is read, and it is closed.
+    """
+    kept, loop = bytearray(), asyncio.get_running_loop()
+
+    def read() -> bool:
+        """Read what is there. Return whether there may be more, now or later."""
+        try:
+            chunk = os.read(pipe, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            loop.remove_reader(pipe)
+        kept.extend(chunk[: MOST_REPORTED - len(kept)])
+        return bool(chunk)
+
+    os.set_blocking(pipe, False)
+    loop.add_reader(pipe, read)
+    try:
+        yield kept
+        while read():
+            pass
+    finally:
+        loop.remove_reader(pipe)
+        os.close(pipe)
 
 
 def _ended(report: bytes, printed: str, errors: str) -> Ended:

@@ -104,8 +104,8 @@ class Programs:
         """Start the program and return the samples of all its conversations.
 
         A program that dies or takes too long has ended its episode, with reward 0. Raises
-        EpisodeError if it could not be started, or asked for no turn; an error of the engine ends
-        the program and is raised.
+        EpisodeError if it could not be started, or no turn of it was sampled to its end; an error
+        of the engine ends the program and is raised.
         """
         async with self._slot(), self._serving() as gateway:
             return await self._play(problem, sample, temperature, gateway)
@@ -150,7 +150,7 @@ class Programs:
         reward = self._reward(problem, ended)
         samples = history.to_samples(reward=reward, temperature=temperature)
         if not samples:
-            raise EpisodeError(f"the program asked for no turn; {_describe(ended)}")
+            raise EpisodeError(f"{_lack_of_turns(session)}; {_describe(ended)}")
         self._count(ended, history, time.monotonic() - begun)
         return samples
 
@@ -275,16 +275,31 @@ class _Gateway:
     async def start(self) -> None:
         """Listen, if that has not begun. Raises UsageError where it is not possible."""
         if self._running is None:
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(str(self.socket))
-            self.socket.chmod(0o666)  # a sandbox has another user; the folder is closed to others
-            self._running = asyncio.create_task(self._server.serve([listener]))
+            self._running = asyncio.create_task(self._server.serve([self._listen()]))
         while not self._server.started:
             if self._running.done():
                 raise UsageError(
                     f"task.kind: the gateway of programs does not start at {self.socket}"
                 )
             await asyncio.sleep(0.001)
+
+    def _listen(self) -> socket.socket:
+        """Return the server's socket. Raises UsageError where none can be made."""
+        try:
+            listener = socket.socket(socket.AF_UNIX)
+            try:
+                listener.bind(str(self.socket))
+                # A sandbox has another user. The folder is closed to all others.
+                self.socket.chmod(0o666)
+            except BaseException:
+                listener.close()
+                raise
+        except OSError as error:
+            raise UsageError(
+                f"task.kind: the gateway of programs has no socket at {self.socket} ({error}); a "
+                "path has 107 bytes at most: set the variable TMPDIR to a shorter one"
+            ) from error
+        return listener
 
     def open(self, name: str, session: Session) -> str:
         """Begin an episode and return its API key."""
@@ -315,6 +330,13 @@ def _number(text: str) -> float | None:
     if not math.isfinite(value) or abs(value) > LARGEST_REWARD:
         return None
     return value
+
+
+def _lack_of_turns(session: Session) -> str:
+    """Return why an episode has no sample."""
+    if session.requests:
+        return "no turn was sampled before the program ended; raise task.seconds"
+    return "the program asked for no turn"
 
 
 def _describe(ended: Ended) -> str:

@@ -36,12 +36,13 @@ class TraceWriter:
         native: TokenBatch | None = None,
         reward: float | None,
         note: str = "",
+        is_open: bool = False,
     ) -> dict[str, Any]:
         """Write an episode and return its line.
 
         scored: its samples, scored by the trainer; None if it has none. native: scored without the
         engine's routes, if `scored` has them. reward: None for one that was not ended. note: a
-        fault, if there was one.
+        fault, if there was one. is_open: the episode stays open, and a later line counts it.
         """
         rows: list[dict[str, Any]] = []
         if scored is not None and reward is not None:
@@ -56,6 +57,8 @@ class TraceWriter:
                 line["breaks"].append({"root": number, **place})
         if note:
             line["note"] = note
+        if is_open:
+            line["open"] = True
         with (self.folder / EPISODES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         self._episodes += 1

@@ -30,6 +30,9 @@ from onepolicy.types import TokenBatch
 from onepolicy.verdict.declared import HARMLESS_KL
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST
 
+SUPPORT = "support"
+OVER_SUPPORT = "the trainer scores over the tokens that each token was drawn from"
+
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
@@ -60,7 +63,8 @@ class Explained:
 def explain(scorer: PolicyScorer, native: TokenBatch) -> Explained:
     """Fit shift, temperature and support of the engine to `native`, which is scored without replay.
 
-    A support is accepted only if it leaves less than EXPLAINED of the gap.
+    A support is accepted only if it leaves less than EXPLAINED of the gap. None is looked for where
+    the engine returned the supports.
     """
     shift, aligned = realigned(native)
     plain = Rescorer(scorer)
@@ -71,7 +75,7 @@ def explain(scorer: PolicyScorer, native: TokenBatch) -> Explained:
         # Rounded weights and other experts flatten a distribution a little, as a temperature would.
         rescorer, fitted = plain, aligned
     narrowed, remaining = aligned, k3_of(fitted)
-    if not remaining >= HARMLESS_KL:  # also if it is NaN
+    if not remaining >= HARMLESS_KL or native.support is not None:  # also if it is NaN
         return Explained(native, shift, aligned, narrowed, fitted, rescorer)
     starts = [(plain, aligned)]
     if rescorer.factor != 1:
@@ -130,6 +134,7 @@ def attribute(
     """
     equalised, scorer = weights.explained, weights.scorer
     rescorer, batch, config = equalised.rescorer, equalised.aligned, scorer.config
+    given = first.native.support is not None
 
     def score(other: PolicyScorer) -> Tensor:
         return logp_of(rescorer.with_scorer(other)(batch, replay=replay))
@@ -143,9 +148,13 @@ def attribute(
     steps = [
         _level("misaligned tokens", _describe_shift(first.shift), first.aligned),
         _level("stale weights", weights.how, equalised.aligned),
-        _level("sampling support", _describe_support(equalised), equalised.narrowed),
         _level("temperature", _describe_temperature(rescorer.factor), equalised.fitted),
     ]
+    if given:
+        steps.insert(0, _level(SUPPORT, OVER_SUPPORT, first.native))
+    else:
+        found = _level("sampling support", _describe_support(equalised), equalised.narrowed)
+        steps.insert(2, found)
     last = logp_of(equalised.fitted)
     if replay:
         steps.append(_level("routing", "the trainer replays the rollout's routes", batch, trainer))
@@ -170,7 +179,8 @@ def attribute(
         how = "k3 between the engine sampling one sequence at a time and all together, same tokens"
         noise = distance(alone.logp, alone.before, alone.same, equalised.native.segment)
         ablations.insert(0, Ablation("engine, one at a time", how, noise))
-    return waterfall(_level("", "", first.native), steps), ablations
+    start = _level("", "", first.native, first.native.logp_vocabulary)
+    return waterfall(start, steps), ablations
 
 
 def _ablations(

@@ -14,10 +14,9 @@ from onepolicy.divergence.breakdown import (
     PLACES,
     PROBABILITIES,
     TURNS,
+    Parts,
     Row,
     WorstToken,
-    by_edges,
-    by_label,
     echoed,
     inside_calls,
     places,
@@ -41,20 +40,21 @@ def breakdowns_of(
     """
     mask = batch.trainable
     assert batch.entropy is not None
-    trainer, rollout = logp_of(batch)[mask], batch.logp_rollout[mask]
+    rollout = batch.logp_rollout[mask]
+    parts = Parts(logp_of(batch)[mask], rollout, batch.segment[mask])
     place = places(mask, batch.segment)
     texts = {token: text_of(tokenizer, [token]) for token in set(batch.target_ids.tolist())}
     classes = torch.tensor(token_classes(batch, texts, stop))
     breakdowns = {
-        "place in the response": by_edges(trainer, rollout, place, PLACES),
-        "rollout probability": by_edges(trainer, rollout, rollout.exp(), PROBABILITIES),
-        "trainer entropy, nats": by_edges(trainer, rollout, batch.entropy[mask], ENTROPIES),
-        "class of token": by_label(trainer, rollout, classes, CLASSES),
+        "place in the response": parts.by_edges(place, PLACES),
+        "rollout probability": parts.by_edges(rollout.exp(), PROBABILITIES),
+        "trainer entropy, nats": parts.by_edges(batch.entropy[mask], ENTROPIES),
+        "class of token": parts.by_label(classes, CLASSES),
     }
     turn = batch.turn[mask].long()
     if turn.any():
         names = [f"turn {turn_name(start)}" for start in TURNS]
-        breakdowns["turn"] = by_label(trainer, rollout, turn_bins(turn), names)
+        breakdowns["turn"] = parts.by_label(turn_bins(turn), names)
     return breakdowns
 
 

@@ -21,31 +21,34 @@ def measure_and_show(
     loaded: str,
     out: Path | None,
     png: bool,
+    short: bool,
     **options: Any,
 ) -> int:
     """Measure, print the verdict and return the exit status.
 
-    loaded: the model in words. out: folder of the report. options: of `measure_model`.
+    loaded: the model in words. out: folder of the report. short: print no tables. options: of
+    `measure_model`.
     """
     with status_printer("measure") as show_status:
         show_status(f"loading {loaded}")
         found = measure.measure_model(tree, overrides, **options, say=show_status)
     if isinstance(found, Bitwise):
         return _show_bitwise(found, out)
-    return _show_measurement(found, out, png=png)
+    return _show_measurement(found, out, png=png, short=short)
 
 
-def _show_measurement(found: Measurement, out: Path | None, *, png: bool) -> int:
+def _show_measurement(found: Measurement, out: Path | None, *, png: bool, short: bool) -> int:
     written: Path | None = None
     if out is not None:
         result.write(found, out)
         written = measure_report.write_report(out, png=png)
     console = Console()
-    for part in measure_report.summary(result.to_tree(found)):
+    summary = measure_report.short_summary if short else measure_report.summary
+    for part in summary(result.to_tree(found)):
         console.print(part)
-    if written is None:
+    if written is None and not short:
         console.print_line(f"--out FOLDER writes a page with {measure_report.IN_THE_PAGE}.")
-    else:
+    elif written is not None:
         console.print_line(f"written: {written}, with {measure_report.IN_THE_PAGE}")
     return 0
 

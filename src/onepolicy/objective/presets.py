@@ -25,10 +25,7 @@ def describe_presets(name: str | None = None) -> str:
     return f"{name}\n{rows[name]['loss']}\n{rows[name]['source']}\n{settings}"
 
 
-def markdown_table() -> str:
-    """Return the preset table of docs/objectives.md."""
-    lines = ["| preset | loss of a slot; advantage | source |", "| --- | --- | --- |"]
-    lines += [
-        f"| {name} | {row['loss']} | {row['source']} |" for name, row in objective_presets().items()
-    ]
-    return "\n".join(lines)
+def markdown_list() -> str:
+    """Return the presets of docs/objectives.md, one a line."""
+    rows = objective_presets().items()
+    return "\n".join(f"- `{name}`: {row['loss']}. *{row['source']}*" for name, row in rows)

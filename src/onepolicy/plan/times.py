@@ -281,7 +281,7 @@ def learning_time(
 
     forward = PassTime(compute, byte_gather * itemsize, launch)
     score = forward.times(float(scores_first))
-    if config.numerics == ON_POLICY and not scores_first:  # what the first minibatch leaves out
+    if config.rollout_is_old and not scores_first:  # what the first minibatch leaves out
         score = forward.times(1 - 1 / config.objective.num_minibatches)
     if config.objective.kl.coef:
         score = score.plus(forward)

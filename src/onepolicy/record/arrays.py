@@ -247,11 +247,6 @@ def load_pt(path: Path) -> dict[Any, Any]:
 def read_pt(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:
     """Yield the blocks of a torch.save file of a dict of tensors."""
     loaded = load_pt(path)
-    if {"samples", "rollout_data"} & loaded.keys():
-        raise UsageError(
-            f"{path}: a training dump of slime or miles; "
-            "python -m onepolicy.record.export.slime FOLDER OUT turns a folder of them into a dump"
-        )
     names = {*select_columns(str(path), loaded.keys(), mapping).values(), "length"}
     tensors = {name: value for name, value in loaded.items() if name in names}
     for name, value in tensors.items():
@@ -315,6 +310,11 @@ def read_arrays(
         start = stop
 
 
+def _counts(values: Array) -> Array:
+    """Return counts as whole numbers of at least 0; what is none is found with other values."""
+    return np.nan_to_num(values.astype(np.float64)).clip(0, 2**31).astype(np.int64)
+
+
 class _DumpArrays:
     """The columns of a dump of arrays, whose shapes have been checked."""
 
@@ -337,6 +337,9 @@ class _DumpArrays:
         self.ends = self.lengths.cumsum()
         self.tokens = int(self.ends[-1]) if len(self.lengths) else 0
         self.per_row = {ours: self._check_shape(ours) for ours in self.selected}
+        if self.flat and "support_ids" in self.selected:
+            self.set_sizes = self._read_set_sizes()
+            self.set_ends = self.set_sizes.cumsum()
 
     def _check_is_array(self, name: str) -> None:
         if len(self.shapes[name]) == 0:
@@ -352,7 +355,7 @@ class _DumpArrays:
             more = ""
         elif self.flat:
             expected, more = self.tokens, ""
-            if per == "router":
+            if per in ("router", "support"):
                 expected = shape[0]  # [T, L, K] or flat, which is checked with each block
         if shape[0] != expected or (per_row and len(shape) > 1):
             raise UsageError(
@@ -366,6 +369,8 @@ class _DumpArrays:
         for ours, theirs in self.selected.items():
             if self.per_row[ours]:
                 raw[ours] = RaggedColumn(self.open_column(theirs)(start, stop), None)
+            elif COLUMNS[ours].per == "support":
+                raw[ours] = self._read_sets(theirs, start, stop)
             elif self.flat:
                 raw[ours] = self._read_flat(ours, start, stop)
             else:
@@ -374,6 +379,38 @@ class _DumpArrays:
                 lengths = np.full(stop - start, width, np.int64)
                 raw[ours] = RaggedColumn(part.reshape(-1), lengths)
         return raw
+
+    def _read_set_sizes(self) -> Array:
+        """Return the number of support ids of each row [S]. Raises UsageError for another sum."""
+        counts = _counts(self.open_column(self.selected["support_counts"])(0, self.tokens))
+        rows = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        sizes = np.zeros(len(self.lengths), np.int64)
+        np.add.at(sizes, rows, counts)
+        theirs = self.selected["support_ids"]
+        entries = self.shapes[theirs][0]
+        if sizes.sum() != entries or len(self.shapes[theirs]) > 1:
+            raise UsageError(
+                f"{self.source}: column {theirs}: shape {list(self.shapes[theirs])}, but "
+                f"support_counts adds up to {sizes.sum()}"
+            )
+        return sizes
+
+    def _read_sets(self, theirs: str, start: int, stop: int) -> RaggedColumn:
+        """Read the ids of some rows' supports, of which a row has as many as its counts add up to.
+
+        Padded rows may hold anything behind them. Wrong sums are found with the other values.
+        """
+        if not self.flat:
+            counts = self.open_column(self.selected["support_counts"])
+            sizes = _counts(counts(start, stop)).reshape(stop - start, -1).sum(1)
+            part = self.open_column(theirs)(start, stop).reshape(stop - start, -1)
+            sizes = np.minimum(sizes, part.shape[1])
+            kept = np.arange(part.shape[1]) < sizes[:, None]
+            return RaggedColumn(part[kept], sizes)
+        sizes = self.set_sizes[start:stop]
+        end = int(self.set_ends[stop - 1])
+        values = self.open_column(theirs)(end - int(sizes.sum()), end).reshape(-1)
+        return RaggedColumn(values, sizes)
 
     def _read_flat(self, ours: str, start: int, stop: int) -> RaggedColumn:
         """Read some rows of a flat column.

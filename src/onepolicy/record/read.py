@@ -13,7 +13,8 @@ from onepolicy.config import UsageError
 from onepolicy.files import leads_into
 from onepolicy.record.formats import READERS
 from onepolicy.record.probes import is_run_folder, read_run
-from onepolicy.record.schema import ROUTES, RawBlock, Scored
+from onepolicy.record.schema import ROUTES, SUPPORTS, RawBlock, Scored
+from onepolicy.record.trainers import VERL_EXPORT
 from onepolicy.record.validate import checked_block
 
 MEMORY, MEMORY_PER_BYTE = GIB, 16
@@ -25,7 +26,8 @@ A disk or a busy machine may take long; parsing a small file does not.
 """
 FIX = "; if you trust it, raise --memory-limit or --time-limit"
 MEMORY_PER_TOKEN, MEMORY_PER_ROUTE = 256, 24
-"""Bytes that checks and statistics take for each token and expert id of a block."""
+"""Bytes that checks and statistics take for each token, and each expert or support id, of a block.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,12 +90,13 @@ def _blocks(
             tokens = len(raw.columns["tokens"].values)
         except (AssertionError, AttributeError, LookupError, TypeError, ValueError):
             raise UsageError(f"{files[number]}: {bounded.NONSENSE}") from None
-        routes = sum(len(raw.columns[name].values) for name in ROUTES if name in raw.columns)
-        if tokens * MEMORY_PER_TOKEN + routes * MEMORY_PER_ROUTE > most:
+        lists = (*ROUTES, *SUPPORTS)
+        ids = sum(len(raw.columns[name].values) for name in lists if name in raw.columns)
+        if tokens * MEMORY_PER_TOKEN + ids * MEMORY_PER_ROUTE > most:
             raise UsageError(
-                f"{files[number]}: row {raw.first_row}: has {tokens:,} tokens and {routes:,} "
-                "expert ids, more than any sample of so small a file; if you trust it, raise "
-                "--memory-limit"
+                f"{files[number]}: row {raw.first_row}: has {tokens:,} tokens and {ids:,} "
+                "ids of experts and supports, more than any sample of so small a file; if you "
+                "trust it, raise --memory-limit"
             )
         block = checked_block(str(files[number]), raw.first_row, raw.columns, raw.done)
         yield number, dataclasses.replace(block, framework=raw.framework)
@@ -140,8 +143,8 @@ def _dump_files(path: Path) -> list[Path]:
         fault = f"unknown kind of dump; the suffix must be one of {suffixes}"
         if path.suffix in (".pkl", ".pickle"):
             fault = (
-                "a pickle, which could run any code, is not read; for a batch of verl call "
-                "onepolicy.record.export.verl.export(batch, FOLDER, step) in the trainer"
+                "a pickle, which could run any code, is not read; for a batch of verl "
+                f"{VERL_EXPORT}"
             )
         raise UsageError(f"{path}: {fault}")
     if path.exists() and not path.is_file():

@@ -18,6 +18,7 @@ import numpy as np
 from onepolicy.bounded import Message
 from onepolicy.errors import UsageError
 from onepolicy.nonfinite import LeftOut
+from onepolicy.record.trainers import COMPLETE, TRAINERS, recognised
 
 BLOCK_ROWS = 2**14
 """Rows of a block at most, also if they have hardly any tokens."""
@@ -37,8 +38,8 @@ class ColumnSpec:
     """The type, the shape and the meaning of a column."""
 
     kind: Literal["int", "float", "bool"]
-    # router: tokens x route_layers x route_top_k, flat
-    per: Literal["token", "token or row", "row", "router"]
+    # router: tokens x route_layers x route_top_k, flat; support: the row's sum of support_counts
+    per: Literal["token", "token or row", "row", "router", "support"]
     meaning: str  # for docs/dump_schema.md
     required: bool = False
 
@@ -102,7 +103,23 @@ COLUMNS = {
     ),
     "route_layers": ColumnSpec("int", "row", "MoE layers of these routes"),
     "route_top_k": ColumnSpec("int", "row", "experts per token of these routes"),
+    "support_ids": ColumnSpec(
+        "int",
+        "support",
+        "the tokens that each token was drawn from (top-p, top-k, min-p), one set after the other. "
+        "`logp_rollout`, `logp_trainer` and `entropy` are over them",
+    ),
+    "support_counts": ColumnSpec(
+        "int", "token", "how many of `support_ids` are the token's own set; 0: not captured"
+    ),
+    "logp_vocabulary": ColumnSpec(
+        "float",
+        "token",
+        "the trainer's score over the whole vocabulary, at the temperature of sampling: tells raw "
+        "values, and sets of another top-p, where `support_ids` are given",
+    ),
 }
+SUPPORTS = ("support_ids", "support_counts")
 ROUTES = ("routes_rollout", "routes_trainer", "route_layers", "route_top_k")
 
 
@@ -165,8 +182,8 @@ class Scored:
 
     first_row: int
     lengths: Array  # [S] int64
-    # per token [T], per row [S], per router [T, L, K]; int64, float64 or bool. The mask lacks the
-    # tokens that are left out.
+    # per token [T], per row [S], per router [T, L, K], per support [n]; int64, float64 or bool. The
+    # mask lacks the tokens that are left out.
     columns: dict[str, Array]
     done: float  # share of the dump that has been read after this block
     left_out: LeftOut = field(default_factory=LeftOut)  # tokens whose values are not all finite
@@ -179,65 +196,19 @@ class Scored:
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
 
-KNOWN_NAMES = {
-    "prime-rl": {  # its trainer.enable_token_export
-        "tokens": "token_ids",
-        "mask": "loss_mask",
-        "logp_rollout": "inference_logprobs",
-        "logp_trainer": "trainer_logprobs",
-    },
-    "nemo-rl": {  # its train_data_stepN.jsonl; a value is a list of one sample's
-        "tokens": "token_ids",
-        "mask": "token_loss_mask",
-        "logp_rollout": "generation_logprobs",
-        "logp_trainer": "prev_logprobs",
-    },
-}
-"""Column names of frameworks whose own files have all columns, under other names."""
-LAYOUTS = (  # of files that are known by some of their columns; what to do
-    (
-        {"token_ids", "inference_logprobs", "trainer_logprobs"},
-        "prime-rl's token export; add --columns prime-rl",
-    ),
-    (
-        {"token_ids", "generation_logprobs", "prev_logprobs"},
-        "NeMo-RL's training data; add --columns nemo-rl",
-    ),
-    (
-        {"input", "output", "score"},
-        "verl's text log, which has no tokens and no log-probabilities; call "
-        "onepolicy.record.export.verl.export(batch, FOLDER, step) in the trainer",
-    ),
-    (
-        {"prompt", "completion"},
-        "TRL's text log, which has no tokens and no log-probabilities; call "
-        "onepolicy.integrations.trl.attach(trainer, dump=FOLDER) before trainer.train()",
-    ),
-    (
-        {"batch"},
-        "a batch of verl; call onepolicy.record.export.verl.export(batch, FOLDER, step) in the "
-        "trainer",
-    ),
-    (
-        {"meta_info"},
-        "replies of a SGLang server, which lack the trainer's side; write rows with both",
-    ),
-)
-
-
 def parse_columns(pairs: Sequence[str]) -> dict[str, str]:
-    """Read `ours=theirs` texts, or names of KNOWN_NAMES, into {ours: theirs}."""
+    """Read `ours=theirs` texts, or names of trainers, into {ours: theirs}."""
     mapping: dict[str, str] = {}
     for pair in pairs:
         ours, equals, theirs = pair.partition("=")
-        if pair in KNOWN_NAMES:
-            added = KNOWN_NAMES[pair]
+        if pair in COMPLETE:
+            added = dict(TRAINERS[pair].names)
         elif equals and theirs and ours in COLUMNS:
             added = {ours: theirs}
         else:
             raise UsageError(
                 f"--columns {pair}: expected ours=theirs with ours one of {', '.join(COLUMNS)}; "
-                f"or {', '.join(KNOWN_NAMES)}"
+                f"or {', '.join(COMPLETE)}"
             )
         repeated = sorted(added.keys() & mapping.keys())
         if repeated:
@@ -268,7 +239,8 @@ def select_columns(
 ) -> dict[str, str]:
     """Return the columns to read as {our name: name in the dump}.
 
-    Raises UsageError if a required or a mapped column is missing, or some but not all of ROUTES.
+    Raises UsageError if a required or a mapped column is missing, or some but not all of ROUTES
+    or of SUPPORTS.
     """
     selected: dict[str, str] = {}
     lacking: dict[str, str] = {}
@@ -277,9 +249,8 @@ def select_columns(
         if theirs in available:
             selected[ours] = theirs
         elif spec.required or ours in mapping:
-            for names, layout in LAYOUTS:
-                if names <= set(available) and theirs == ours:
-                    raise UsageError(f"{source}: is {layout} (docs/audit.md)")
+            if theirs == ours and recognised(available):
+                raise UsageError(f"{source}: is {recognised(available)} (docs/audit.md)")
             lacking[ours] = theirs
     if lacking:
         has = ", ".join(sorted(map(str, available))) or "none"
@@ -288,11 +259,12 @@ def select_columns(
         if len(lacking) > 1:
             lacks, verb = f"columns {', '.join(lacking.values())} are", "name others"
         raise UsageError(f"{source}: {lacks} missing; it has {has}; {fix} {verb}")
-    missing = [name for name in ROUTES if name not in selected]
-    if missing and len(missing) < len(ROUTES):
-        raise UsageError(
-            f"{source}: column {', '.join(missing)} is missing; routes need {', '.join(ROUTES)}"
-        )
+    for what, needed in (("routes", ROUTES), ("supports", SUPPORTS)):
+        missing = [name for name in needed if name not in selected]
+        if missing and len(missing) < len(needed):
+            raise UsageError(
+                f"{source}: column {', '.join(missing)} is missing; {what} need {', '.join(needed)}"
+            )
     return selected
 
 

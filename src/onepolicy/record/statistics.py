@@ -7,6 +7,7 @@ grow with the number of tokens. A row must not be in two parts.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ UNIT = 1 << UNIT_BITS
 DIGIT_BITS = 30
 """Bits of a value that are added up at a time: 2**22 of them have an exact sum in float64."""
 MOST_ROWS = 2**22
+BLOCK_TOKENS = 2**15
+"""Tokens whose columns are in memory at once, approximately; a row is never divided."""
 TAUS = (1.25, 2.0, 5.0)
 MEANS = (
     "k1",
@@ -173,6 +176,17 @@ class RowSums(NamedTuple):
     @classmethod
     def of(cls, trainer: Array, rollout: Array, row: Array) -> RowSums:
         """Sum finite log-probabilities, [n] float64 with n > 0. row: [n] int64, ascending."""
+        starts = row_starts(row)
+        first = np.searchsorted(starts, np.arange(0, len(row), BLOCK_TOKENS))  # row of each block
+        cuts = [*starts[np.unique(first[first < len(starts)])].tolist(), len(row)]
+        parts = [
+            cls._of_block(trainer[a:b], rollout[a:b], row[a:b]) for a, b in itertools.pairwise(cuts)
+        ]
+        return cls(*(np.concatenate(each, axis=-1) for each in zip(*parts, strict=True)))
+
+    @classmethod
+    def _of_block(cls, trainer: Array, rollout: Array, row: Array) -> RowSums:
+        """Sum whole rows whose columns fit into a processor's cache."""
         starts = row_starts(row)
         counts = np.diff(starts, append=len(row))
         l = trainer - rollout  # noqa: E741 (the field's name)
@@ -380,7 +394,11 @@ class Statistics:
 
     @property
     def pearson(self) -> float:
-        """The correlation of the probabilities: 1 if all are equal, NaN if one side is constant."""
+        """The correlation of the probabilities: 1 if all are equal, NaN if one side is constant.
+
+        It is NaN too if a side has no probability above e^-88: squares of its deviations are below
+        UNIT. Nobody samples such tokens, and a scale of their own would cost every other dump time.
+        """
         _, most, *ends = self.largest
         if most == 0:
             return 1.0

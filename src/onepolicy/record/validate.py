@@ -18,7 +18,10 @@ from onepolicy.record.schema import COLUMNS, Array, ColumnSpec, RaggedColumn, Sc
 SMALLEST_LOGP = -1e6
 """A smaller value is a constant that stands for a token that cannot be sampled."""
 LARGEST_ENTROPY = 100.0
-LOGPS = ("logp_rollout", "logp_trainer", "logp_native", "logp_previous", "logp_base")
+LOGPS = (
+    *("logp_rollout", "logp_trainer", "logp_native"),
+    *("logp_previous", "logp_base", "logp_vocabulary"),
+)
 LARGEST_INT = 2**31 - 1
 LARGEST_EXPERT = 2**16 - 1
 LARGEST_SIZES = {"route_layers": 4096, "route_top_k": 256}
@@ -82,7 +85,7 @@ class _Rows:
         self.lengths: Array = lengths
 
     def column(self, name: str) -> Array:
-        """Return a column as [T], [S] or [T, L, K]. See Scored.columns."""
+        """Return a column as [T], [S], [T, L, K] or [n]. See Scored.columns."""
         spec, ragged = COLUMNS[name], self.raw[name]
         if spec.per == "row":
             if ragged.lengths is not None:
@@ -94,6 +97,8 @@ class _Rows:
             return np.repeat(self._typed(name, ragged), self.lengths)
         if spec.per == "router":
             return self._routes(name, ragged)
+        if spec.per == "support":
+            return self._sets(name, ragged)
         self._check_lengths(name, ragged.lengths, self.lengths, "tokens")
         return self._typed(name, ragged)
 
@@ -112,6 +117,25 @@ class _Rows:
             )
             raise self._error(name, text, row)
         return ids.astype(np.int32).reshape(-1, layers, top_k)
+
+    def _sets(self, name: str, ragged: RaggedColumn) -> Array:  # [n] int32
+        counts = self.column("support_counts")
+        self._refuse_negative("support_counts", counts, self.lengths)
+        rows = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        expected = np.zeros(len(self.lengths), np.int64)
+        np.add.at(expected, rows, counts)
+        assert ragged.lengths is not None
+        self._check_lengths(name, ragged.lengths, expected, "the sum of support_counts")
+        ids = self._typed(name, ragged)
+        self._refuse_negative(name, ids, ragged.lengths)
+        return ids.astype(np.int32)
+
+    def _refuse_negative(self, name: str, values: Array, lengths: Array) -> None:
+        wrong = np.flatnonzero(values < 0)
+        if wrong.size:
+            row, entry = _locate(lengths, int(wrong[0]))
+            text = f"entry {entry} is {values[wrong[0]]}; expected 0 or more"
+            raise self._error(name, text, row)
 
     def _shared_size(self, name: str) -> int:
         """Return the size in a per-row column, which must be the same in all rows."""
@@ -132,6 +156,8 @@ class _Rows:
         if differing.size:
             row = int(differing[0])
             text = f"has {found[row]} entries, {of} has {expected[row]}; one entry per token"
+            if COLUMNS[name].per == "support":
+                text = f"has {found[row]} entries, but {of} is {expected[row]}"
             raise self._error(name, text, row)
 
     def _typed(self, name: str, ragged: RaggedColumn) -> Array:  # [n] float64, int64 or bool

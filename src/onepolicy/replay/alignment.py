@@ -2,7 +2,7 @@
 
 Routes of the same tokens and weights differ by rounding only. Routes that are shifted, swapped or
 of other weights agree little more often than chance. Measured agreement (`benchmarks/detector.py`,
-numbers in docs/replay_checks.md): at least 0.97 in the worst window of clean routes, at most 0.7 in
+numbers in docs/replay.md): at least 0.97 in the worst window of clean routes, at most 0.7 in
 misaligned ones.
 """
 

@@ -177,8 +177,11 @@ def check_trace(
             f"{name}: has {trace.top_k} experts per token, but the model routes each token to "
             f"{top_k}"
         )
-    _check_ids(trace, signed_ids(trace.ids), name)
-    _check_filler(trace, signed_ids(trace.ids), name)
+    ids = signed_ids(trace.ids)
+    wrong, filler = _wrong_ids(trace, ids), _begins_as_filler(trace, ids)
+    if wrong.any() | filler:  # one read of the device: a micro-batch waits for each
+        _raise_for_ids(trace, ids, wrong, name)
+        _raise_for_filler(trace, ids, name)
 
 
 def check_devices(trace: RoutingTrace) -> None:
@@ -240,15 +243,18 @@ def constant_layers(trace: RoutingTrace, bounds: Tensor | None = None) -> Tensor
     return torch.stack(constant)
 
 
-def _check_ids(trace: RoutingTrace, ids: Tensor, name: str) -> None:
-    """Raise if a valid row has an id out of range, or an id twice."""
-    outside, twice = _out_of_range(ids, trace.num_experts), _duplicated(ids)
-    wrong = (outside | twice) & trace.valid[:, None]
+def _wrong_ids(trace: RoutingTrace, ids: Tensor) -> Tensor:
+    """Return [n, L]: valid rows with an id out of range, or an id twice."""
+    return (_out_of_range(ids, trace.num_experts) | _duplicated(ids)) & trace.valid[:, None]
+
+
+def _raise_for_ids(trace: RoutingTrace, ids: Tensor, wrong: Tensor, name: str) -> None:
+    """Raise for the first of `_wrong_ids`, if there is one."""
     if not wrong.any():
         return
     row, column = wrong.nonzero()[0].tolist()
     where = f"at layer {trace.layers[column]}, row {row}: {trace.ids[row, column].tolist()}"
-    if outside[row, column]:
+    if _out_of_range(ids, trace.num_experts)[row, column]:
         raise UsageError(
             f"{name}: an expert outside 0..{trace.num_experts - 1} {where}; routes of another "
             "model, physical instead of logical expert ids, or a fused shared-expert column"
@@ -256,18 +262,23 @@ def _check_ids(trace: RoutingTrace, ids: Tensor, name: str) -> None:
     raise UsageError(f"{name}: an expert twice {where}; {why_twice(ids, trace.valid, column)}")
 
 
-def _check_filler(trace: RoutingTrace, ids: Tensor, name: str) -> None:
-    """Raise if the rows are 0, 1, .. K-1 in every layer.
+def _begins_as_filler(trace: RoutingTrace, ids: Tensor) -> Tensor:
+    """Return whether the first valid row is 0, 1, .. K-1 in every layer, where that tells anything.
 
     In one layer a router may have collapsed onto these experts, in this order. The chance that all
     of them did is below 2^-MIN_FILLER_BITS.
     """
     bits = math.log2(math.perm(trace.num_experts, trace.top_k)) * len(trace.layers)
-    filler = torch.arange(trace.top_k, device=ids.device)
     if trace.top_k == 1 or bits < MIN_FILLER_BITS or not len(ids):
-        return
+        return torch.zeros((), dtype=torch.bool, device=ids.device)
     first = ids.index_select(0, trace.valid.byte().argmax(0, keepdim=True))
-    if (first != filler).any():
+    return (first == torch.arange(trace.top_k, device=ids.device)).all()
+
+
+def _raise_for_filler(trace: RoutingTrace, ids: Tensor, name: str) -> None:
+    """Raise if the rows are 0, 1, .. K-1 in every layer."""
+    filler = torch.arange(trace.top_k, device=ids.device)
+    if not _begins_as_filler(trace, ids):
         return
     if constant_layers(trace).all() and (ids[trace.valid] == filler).all():
         raise UsageError(

@@ -215,7 +215,7 @@ class Routers(BoundRouters):
             weights: use the trace's combine weights in the forward. Their gradient goes to the live
                 weights.
             check: when the context is left, compare the routes of every sample with the routers'
-                own choice, see docs/replay_checks.md.
+                own choice, see docs/replay.md.
             on_mismatch: "stop" raises at the first sample that is wrong. "drop" leaves all tokens
                 of a sample to the routers if the first one finds it wrong, and notes it in
                 `dropped`. What shows in later layers only still raises.

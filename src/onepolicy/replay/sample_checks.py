@@ -43,7 +43,7 @@ LIMIT_EVIDENCE = 5.0
 """Nats by which a layer must be below MIN_AGREEMENT: sharp where it has thousands of experts."""
 
 USUAL_AGREEMENT = 0.95
-"""Agreement of right routes of the same weights, or more (docs/replay_checks.md)."""
+"""Agreement of right routes of the same weights, or more (docs/replay.md)."""
 
 
 class SampleChecks:

@@ -7,8 +7,9 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from onepolicy.console import make_table
 from onepolicy.notation import counted, number
+from onepolicy.report.page import Table
+from onepolicy.report.terminal import told
 
 Tree = dict[str, Any]  # Bitwise of measure/bitwise.py, as in bitwise.json
 HELD = "Engine and trainer are one policy, to the last bit."
@@ -16,38 +17,22 @@ HELD = "Engine and trainer are one policy, to the last bit."
 
 def summary(tree: Tree) -> list[RenderableType]:
     """Return the table of differences and a line with the first one."""
-    table = make_table(
-        "to the bit",
-        "differ",
-        "of",
-        title=f"{tree['model']}, {tree['dtype']}",
-        title_justify="left",
-    )
-    for row in rows(tree):
-        table.add_row(*row)
-    parts: list[RenderableType] = [table]
-    if tree["holds"]:
-        return [*parts, Text(HELD, style="bold green")]
-    parts.append(Text(first_difference(tree), style="bold red"))
-    return parts
-
-
-def rows(tree: Tree) -> list[tuple[str, str, str]]:
-    """Return the rows of the table: comparison, differences, out of."""
     tokens = f"{tree['tokens']:,} of {counted(tree['sequences'], 'sequence')}"
-    found = [
+    alone = "one sequence at a time"
+    rows = [
         ("log-probabilities, engine against trainer", f"{tree['differing']:,}", tokens),
         ("the trainer against itself, packed otherwise", f"{tree['trainer_again']:,}", tokens),
-        (
-            "the engine against itself, one sequence at a time",
-            f"{tree['engine_alone']:,}",
-            f"{tree['alone']:,}",
-        ),
+        (f"the engine against itself, {alone}", f"{tree['engine_alone']:,}", f"{tree['alone']:,}"),
     ]
     if tree["routers"] is not None:
         differ = number(tree["routers"], share=True)
-        found.append(("routes, engine against trainer", differ, "all tokens and layers"))
-    return [*found, ("k3", number(tree["k3"]), "nats per token")]
+        rows.append(("routes, engine against trainer", differ, "all tokens and layers"))
+    rows.append(("k3", number(tree["k3"]), "nats per token"))
+    title = f"{tree['model']}, {tree['dtype']}"
+    table = told(Table(("to the bit", "differ", "of"), rows, title))
+    if tree["holds"]:
+        return [table, Text(HELD, style="bold green")]
+    return [table, Text(first_difference(tree), style="bold red")]
 
 
 def first_difference(tree: Tree) -> str:

@@ -1,17 +1,12 @@
-"""Runs of one recipe in several arms, in numbers and in sentences.
-
-Every arm is compared with the first one, step by step: with the same seed both have the same
-problems in a step.
-"""
+"""`onepolicy compare`: the arms of contrast.py in sentences, in the terminal and as a page."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -21,7 +16,15 @@ from rich.text import Text
 from onepolicy.console import Console, print_text
 from onepolicy.files import write_text_atomically
 from onepolicy.notation import DASH, counted, number
-from onepolicy.report.arm_run import ArmRun
+from onepolicy.report.contrast import (
+    ArmRun,
+    Array,
+    Contrast,
+    Interval,
+    contrasts,
+    finite,
+    mean_of,
+)
 from onepolicy.report.figures import steps, tokens
 from onepolicy.report.figures.parts import ARMS, Figure, Series
 from onepolicy.report.page import Card, Page, Section, plain, write_page
@@ -48,121 +51,6 @@ CAPTION = (
     "nats per token; above 1e-3 a gap needs replay or a correction. norm: of the gradient, before "
     "clipping"
 )
-LONGEST_BLOCK, FEWEST_BLOCKS = 10, 6  # steps of a block; blocks of a run
-FEWEST_STEPS = 4 * FEWEST_BLOCKS
-DRAWS, DRAWN_AT_ONCE = 5000, 2**22  # resamplings; blocks of them in memory
-COVERAGE = 0.95
-Array = np.ndarray
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A value with the ends of its interval; NaN where there are too few steps for one."""
-
-    value: float
-    low: float
-    high: float
-
-    def excludes(self, value: float) -> bool:
-        """Return whether the interval lies on one side of the value; False if there is none."""
-        return self.low > value or self.high < value
-
-
-@dataclass(frozen=True)
-class Contrast:
-    """One arm against the first one, with the same seed. Means of nothing are NaN."""
-
-    first: str
-    other: str
-    seed: int
-    phrases: tuple[str, str]  # the arms as a sentence names them
-    lengths: tuple[int, int]  # steps of the first arm and of the other
-    without_k3: int  # steps of both of which one has no finite k3
-    k3: tuple[float, float]  # means over all steps, of the first arm and of the other
-    k3_ratio: Interval  # first / other
-    k3_median: tuple[float, float]  # of the same steps
-    k3_above: tuple[int, int]  # how many of the same steps are above QUIET_KL
-    reward: tuple[float, float]  # means over the second half of the steps
-    reward_difference: Interval  # other - first
-
-    @property
-    def steps(self) -> int:
-        """Return how many steps both have. Only those are compared."""
-        return min(self.lengths)
-
-    def sentences(self) -> list[str]:
-        """Return the result in words."""
-        found = [_k3_sentence(self), _reward_sentence(self)]
-        if self.lengths[0] != self.lengths[1]:
-            found.insert(
-                0,
-                f"{self.first} has {counted(self.lengths[0], 'step')}, {self.other} "
-                f"{self.lengths[1]}: only the first {self.steps} of both are compared.",
-            )
-        return found
-
-
-def contrast(first: ArmRun, other: ArmRun) -> Contrast:
-    """Compare two runs of the same seed over the steps that both have."""
-    lengths = len(first.values("train/reward")), len(other.values("train/reward"))
-    steps = min(lengths)
-    k3 = _measured(first, other, "mismatch/k3", slice(steps))
-    half = _measured(first, other, "train/reward", slice(steps // 2, steps))
-    return Contrast(
-        first.name,
-        other.name,
-        first.seed,
-        (first.phrase, other.phrase),
-        lengths,
-        steps - k3.shape[1],
-        _means(k3),
-        _interval(k3, lambda means: means[0] / means[1]),
-        _medians(k3),
-        _above(k3),
-        _means(half),
-        _interval(half, lambda means: means[1] - means[0]),
-    )
-
-
-def _measured(first: ArmRun, other: ArmRun, metric: str, steps: slice) -> Array:
-    """Return the metric at the steps where both runs have a number. [2, steps] float64."""
-    both = np.stack([first.values(metric)[steps], other.values(metric)[steps]])
-    return both[:, np.isfinite(both).all(axis=0)]
-
-
-def _means(pairs: Array) -> tuple[float, float]:
-    return _mean(pairs[0]), _mean(pairs[1])
-
-
-def _medians(pairs: Array) -> tuple[float, float]:
-    if not pairs.shape[1]:
-        return math.nan, math.nan
-    first, other = np.median(pairs, axis=1).tolist()
-    return first, other
-
-
-def _above(pairs: Array) -> tuple[int, int]:
-    """Return how many steps of each arm are above QUIET_KL."""
-    first, other = (pairs > QUIET_KL).sum(axis=1).tolist()
-    return first, other
-
-
-def _finite(values: Array) -> Array:
-    return values[np.isfinite(values)]
-
-
-def _mean(values: Array) -> float:
-    """Return the mean of the finite values, NaN if there are none."""
-    finite = _finite(values)
-    if not finite.size:
-        return math.nan
-    return float(finite.mean())
-
-
-def _interval(pairs: Array, statistic: Callable[[Array], Array]) -> Interval:
-    if not pairs.shape[1]:
-        return Interval(math.nan, math.nan, math.nan)
-    return interval(pairs, statistic)
 
 
 def _k3_sentence(found: Contrast) -> str:
@@ -252,7 +140,7 @@ def rows_of_table(runs: Sequence[ArmRun]) -> list[tuple[str, ...]]:
 
 def _row(run: ArmRun) -> tuple[str, ...]:
     reward, k3, norm = (
-        _finite(run.values(name)) for name in ("train/reward", "mismatch/k3", "train/grad_norm")
+        finite(run.values(name)) for name in ("train/reward", "mismatch/k3", "train/grad_norm")
     )
     tenth = max(1, len(reward) // 10)
     median = above = largest = DASH
@@ -263,9 +151,9 @@ def _row(run: ArmRun) -> tuple[str, ...]:
     sampled, greedy = (run.accuracies(name) for name in ("eval/avg@", "eval/greedy"))
     return (
         f"{run.name}, {run.seed}",
-        _from_to(_mean(reward[:tenth]), _mean(reward[-tenth:])),
+        _from_to(mean_of(reward[:tenth]), mean_of(reward[-tenth:])),
         *(_from_to(*each[:1], *each[1:][-1:]) for each in (sampled, greedy)),
-        number(_mean(k3)),
+        number(mean_of(k3)),
         median,
         above,
         largest,
@@ -280,7 +168,7 @@ def headline(runs: Sequence[ArmRun]) -> str:
     """Return the title of page and picture: how often k3 is large in each arm."""
     arms: dict[str, list[Array]] = {}
     for run in runs:
-        arms.setdefault(run.phrase, []).append(_finite(run.values("mismatch/k3")))
+        arms.setdefault(run.phrase, []).append(finite(run.values("mismatch/k3")))
     k3 = {phrase: np.concatenate(parts) for phrase, parts in arms.items()}
     if not all(values.size for values in k3.values()):
         return f"Arms compared: {', '.join(dict.fromkeys(run.name for run in runs))}"
@@ -371,13 +259,13 @@ def figures(runs: Sequence[ArmRun]) -> list[Figure]:
         ]
 
     k3, rewards, norms = map(series, ("mismatch/k3", "train/reward", "train/grad_norm"))
-    course = [f"{_mean(_finite(np.array(each.y))):.2f} {each.label}" for each in rewards]
+    course = [f"{mean_of(finite(np.array(each.y))):.2f} {each.label}" for each in rewards]
     largest = [(max((v for v in each.y if v > 0), default=0.0), each.label) for each in norms]
     title = f"Largest gradient norm: {', '.join(f'{number(v)} {label}' for v, label in largest)}"
     note = "Before clipping; a tick at the lower edge is a step without a gradient."
     reward = f"Reward, mean of all steps: {', '.join(course)}"
     how = "Sampled at the training temperature."
-    means = [f"{number(_mean(np.array(each.y)))} {each.label}" for each in k3]
+    means = [f"{number(mean_of(np.array(each.y)))} {each.label}" for each in k3]
     return [
         steps.k3(k3, f"Mean k3: {', '.join(means)}", width="two-thirds"),
         tokens.large_steps(k3),
@@ -401,24 +289,19 @@ def warnings_of(runs: Sequence[ArmRun]) -> list[str]:
     return found
 
 
-def contrasts(runs: Sequence[ArmRun]) -> list[Contrast]:
-    """Compare every arm with the first one of its seed.
-
-    runs: arms of the same seeds, the first arm's first.
-    """
-    first = {run.seed: run for run in reversed(runs) if run.name == runs[0].name}
-    return [contrast(first[run.seed], run) for run in runs if run is not first[run.seed]]
-
-
 def sentences_of(found: Sequence[Contrast]) -> list[str]:
     """Return the results in words, with the seed in front where there are several."""
     several = len({each.seed for each in found}) > 1
     texts = []
     for each in found:
-        for text in each.sentences():
-            if several:
-                text = f"Seed {each.seed}: {text}"
-            texts.append(text)
+        told = [_k3_sentence(each), _reward_sentence(each)]
+        if each.lengths[0] != each.lengths[1]:
+            told.insert(
+                0,
+                f"{each.first} has {counted(each.lengths[0], 'step')}, {each.other} "
+                f"{each.lengths[1]}: only the first {each.steps} of both are compared.",
+            )
+        texts += [f"Seed {each.seed}: {text}" if several else text for text in told]
     return texts
 
 
@@ -433,48 +316,3 @@ def caution(runs: Sequence[ArmRun]) -> str:
         "Each arm ran with one seed: this shows how these runs went, not which setting learns "
         "better."
     )
-
-
-def interval(pairs: Array, statistic: Callable[[Array], Array]) -> Interval:
-    """Return statistic(means [2]) with its 95% interval.
-
-    Blocks of consecutive steps are drawn, the same in both runs. A block may go on from the last
-    step to the first, so every step is drawn equally often (circular block bootstrap, Politis and
-    Romano 1992). The percentiles are those of a Student t with as many values as blocks (expanded
-    percentile interval, Hesterberg 2015): plain ones of 6 blocks cover too seldom.
-
-    pairs: [2, steps] float64, finite. statistic: takes means [2, ...], returns [...].
-    """
-    steps = pairs.shape[1]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value = float(statistic(pairs.mean(axis=1)))
-        if steps < FEWEST_STEPS:
-            return Interval(value, math.nan, math.nan)
-        block = min(LONGEST_BLOCK, steps // FEWEST_BLOCKS)
-        at = (np.arange(steps)[:, None] + np.arange(block)) % steps
-        blocks = pairs[:, at].mean(axis=2)  # [2, steps]: means of the blocks from every step on
-        count = round(steps / block)
-        rng, left = np.random.default_rng(0), DRAWS
-        means = []
-        while left:  # all draws of a long run at once would be gigabytes
-            drawn = rng.integers(0, steps, (min(left, max(1, DRAWN_AT_ONCE // count)), count))
-            means.append(blocks[:, drawn].mean(axis=2))
-            left -= len(drawn)
-        found = statistic(np.concatenate(means, axis=1))  # [DRAWS]
-        tail = _tail(count)
-        # no value between two draws: one of them may be infinite
-        low, high = np.nanquantile(found, [tail, 1 - tail], method="nearest")
-    return Interval(value, float(low), float(high))
-
-
-def _tail(count: int) -> float:
-    """Return the share of draws beyond each end of the interval.
-
-    The quantile of t is that of a normal distribution with four terms of its expansion in 1/free
-    (Abramowitz and Stegun 26.7.5), within 0.5% from 5 degrees of freedom.
-    """
-    normal, free = NormalDist(), count - 1
-    z = normal.inv_cdf((1 + COVERAGE) / 2)
-    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
-    return normal.cdf(-math.sqrt(count / free) * t)

@@ -118,6 +118,21 @@ def summary(tree: Tree) -> list[RenderableType]:
     return parts
 
 
+def short_summary(tree: Tree) -> list[RenderableType]:
+    """Return the verdict and k3 of each scoring in a line, for a first look."""
+    verdict = verdict_parts(card(tree))
+    lines = []
+    for name in _scored(tree):
+        found = tree["metrics"][name]
+        line = f"  {SCORINGS[name][0]}: k3 {show('mismatch/k3', found['mismatch/k3'])} nats a token"
+        if name == "without_replay" and "routing/routers" in found:
+            line += f", {show('routing/routers', found['routing/routers'])} of the routes differ"
+        lines.append(Text(line))
+    shown = 2 + bool(card(tree).setting)
+    last = f"Of {tree['model']}. Yours: `onepolicy measure MODEL`. Page: --out FOLDER"
+    return [*verdict[:shown], *lines, Text(last)]
+
+
 def card(tree: Tree) -> Card:
     """Return the verdict, with its prompts where they were not the user's own."""
     found, config = tree["verdict"], tree["config"]
@@ -238,6 +253,8 @@ def waterfall_rows(tree: Tree) -> list[tuple[str, ...]]:
     fall = tree["waterfall"]
     total, left = fall["total"], remainder(fall)
     first = "trainer as it is against the rollout"
+    if any(bar["name"] == "support" for bar in fall["bars"]):
+        first = "trainer over the whole vocabulary against the rollout, which had top-p or the like"
     why = "what no step takes away: the engine's kernels, or a fault of another kind"
     bars = [(bar, change(bar)) for bar in fall["bars"]]
     return [
@@ -361,14 +378,13 @@ def _tables(tree: Tree) -> list[Table]:
 def distance_figures(tree: Tree, tensors: dict[str, np.ndarray]) -> tuple[Drawn, Drawn]:
     """Return the figures on the distance, and those on differing experts."""
     shown = [name for name in SCORINGS if f"{name}.logp_rollout" in tensors]
-    pairs = [
-        Series(
-            *SCORINGS[name], *(tensors[f"{name}.logp_{side}"] for side in ("trainer", "rollout"))
-        )
-        for name in shown
-    ]
+    pairs = []
+    for name in shown:
+        trainer, rollout = (tensors[f"{name}.logp_{side}"] for side in ("trainer", "rollout"))
+        segment = tensors.get(f"{name}.segment")  # an older version wrote none
+        pairs.append(tokens.Pairs(*SCORINGS[name], trainer, rollout, segment))
     width: Width = "third" if len(pairs) == 3 else "half"
-    drawn: Drawn = [tokens.extreme_tokens(tokens.tails_of(pairs))]
+    drawn: Drawn = [tokens.extreme_tokens([each.tail() for each in pairs])]
     drawn += [
         tokens.scatter(f"scatter-{name}", each, tokens.MAX_POINTS // len(pairs), width=width)
         for name, each in zip(shown, pairs, strict=True)

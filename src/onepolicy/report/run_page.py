@@ -24,25 +24,20 @@ from onepolicy.report.figures.parts import (
     LineStyle,
     Series,
 )
-from onepolicy.report.outcome import failed, outcome
-from onepolicy.report.page import Card, Excerpt, Page, Section, Table, Tile, write_page
+from onepolicy.report.page import Excerpt, Page, Section, write_page
 from onepolicy.report.run import Run, Tree, load_run
-from onepolicy.report.words import (
-    HOW_FAR,
+from onepolicy.report.run_summary import (
     NOT_PARTS,
-    SMALL,
-    WHERE_ROUTES,
-    Compared,
     accuracy,
-    compared,
+    card,
     comparison_table,
-    course,
     cut_by,
-    time_shares,
+    k3_of,
     too_small,
     unlearnt,
-    verdict,
 )
+from onepolicy.report.words import HOW_FAR, WHERE_ROUTES, course
+from onepolicy.verdict.rules import SMALL
 
 SHOWN_SAMPLES = 8
 EVAL_SYMBOLS = ("star", "triangle-up", "x", "cross")
@@ -88,7 +83,7 @@ def page_of(loaded: Run, name: str) -> Page:
         ", ".join(
             ["onepolicy train", *(value for key, value in facts if key in ("model", "task"))]
         ),
-        [_card(loaded)],
+        [card(loaded.summary)],
         _sections(loaded),
         facts=facts,
         notices=notices,
@@ -103,29 +98,13 @@ def _json(tree: Tree) -> str:
     return json.dumps(tree, indent=2, ensure_ascii=False)
 
 
-def _card(run: Run) -> Card:
-    summary = run.summary
-    *story, replay = verdict(summary)
-    idle, why = unlearnt(summary), []
-    if idle is not None:
-        why.append(" ".join(idle.why))
-    small, window, rule = [], summary.get("reward_window"), summary.get("crash_rule")
-    if window:
-        small.append(f"Reward: means of {counted(window, 'step')} at the start and at the end.")
-    if rule and summary.get("crash_step") is not None:
-        small.append(f"{rule[0].upper()}{rule[1:]}.")
-    lines = [*why, " ".join(story), replay]
-    return Card(outcome(summary), bad=failed(summary), lines=lines, small=small, tiles=tiles(run))
-
-
 def _sections(run: Run) -> list[Section]:
-    header, rows = comparison_table(run.summary) if compared(run.summary) else ((), ())
-    table = [Table(header, rows)] if rows else []
-    k3 = next((each for each in compared(run.summary) if each.metric == "mismatch/k3"), None)
+    table, k3 = comparison_table(run.summary), k3_of(run.summary)
+    numbers = [table] if table is not None else []
     quiet = k3 is not None and too_small(k3)
     sections = [
         Section("Learning", "Does it learn, and how healthily?", learning_figures(run)),
-        Section("Mismatch", HOW_FAR, [*mismatch_figures(run), *table]),
+        Section("Mismatch", HOW_FAR, [*mismatch_figures(run), *numbers]),
         Section("Tokens", "Which tokens are they apart on?", token_figures(run), folded=quiet),
         Section("Routing", WHERE_ROUTES, routing_figures(run), folded=quiet),
         Section("Time", "Where does a step's time go?", [time_split(run)]),
@@ -216,7 +195,7 @@ def mismatch_figures(run: Run) -> Drawn:
 
 def _k3_title(run: Run, values: Sequence[float]) -> str:
     """Return the title from the summary, or from the curve if the summary has no numbers."""
-    found = next((entry for entry in compared(run.summary) if entry.metric == "mismatch/k3"), None)
+    found = k3_of(run.summary)
     if found is not None:
         cut = cut_by(found, run.summary)
         if too_small(found):
@@ -303,15 +282,17 @@ def k3_by_age(run: Run) -> Figure | Absent:
     return groups.by_age([found], "of the run")
 
 
-def pairs_of(run: Run) -> list[Series]:
+def pairs_of(run: Run) -> list[tokens.Pairs]:
     """Return the tokens of the last probe: as trained, then without replay."""
     assert run.probe is not None
     tensors = run.probe.tensors
-    found = [Series(*trained_label(run), tensors["logp_trainer"], tensors["logp_rollout"])]
-    if "logp_trainer_native" in tensors:
-        native = Series(*WITHOUT, tensors["logp_trainer_native"], tensors["logp_rollout"])
-        found.append(native)
-    return found
+    looks = {"logp_trainer": trained_label(run), "logp_trainer_native": WITHOUT}
+    rollout, segment = tensors["logp_rollout"], tensors.get("segment")
+    return [
+        tokens.Pairs(*look, tensors[name], rollout, segment)
+        for name, look in looks.items()
+        if name in tensors
+    ]
 
 
 def token_figures(run: Run) -> Drawn:
@@ -323,7 +304,7 @@ def token_figures(run: Run) -> Drawn:
         ]
     pairs, where = pairs_of(run), f" of the probe at step {run.probe.step}"
     names, budget = ("scatter", "scatter_native"), tokens.MAX_POINTS // len(pairs)
-    out: Drawn = [tokens.extreme_tokens(tokens.tails_of(pairs), where)]
+    out: Drawn = [tokens.extreme_tokens([each.tail() for each in pairs], where)]
     drawn = [
         tokens.scatter(name, each, budget, where) for name, each in zip(names, pairs, strict=False)
     ]
@@ -415,53 +396,3 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     if "planned" in run.summary:
         wanted["stopped"] = f"after step {run.summary['steps']} of {run.summary['planned']}"
     return [(key, str(value)) for key, value in wanted.items() if value not in (None, "")]
-
-
-def tiles(run: Run) -> list[Tile]:
-    """Return the tiles: learning first, then the gap and the speed."""
-    summary = run.summary
-    first, last = summary.get("reward_first"), summary.get("reward_last")
-    over = f"over {counted(summary.get('steps', len(run.rows)), 'step')}"
-    ends = f"{number(first)} \u2192 {number(last)}"
-    found: list[Tile] = [("Reward", ends, over, ""), _evaluation(summary), _crash(summary)]
-    idle = unlearnt(summary)
-    if idle is not None:
-        reason = "the weights stayed the same"
-        if idle.silent:
-            reason = f"no reward signal in {idle.silent} of {idle.steps} steps"
-        found.insert(0, ("Learnt", idle.learnt, reason, "bad"))
-    k3 = next((entry for entry in compared(summary) if entry.metric == "mismatch/k3"), None)
-    if k3 is not None:
-        found.append(("Mean k3, as trained", number(k3.trained), _k3_note(k3, summary), ""))
-    speed = summary.get("tokens_per_second")
-    if speed is not None:
-        found.append(("Tokens per second, with prompts", number(speed), time_shares(summary), ""))
-    return found
-
-
-def _evaluation(summary: Tree) -> Tile:
-    name = accuracy(summary.get("score")).capitalize()
-    before, after = summary.get("eval_first"), summary.get("eval_last")
-    value, note, best = number(None), "not run", summary.get("eval_best")
-    if before and after:
-        value = f"{number(before['value'])} \u2192 {number(after['value'])}"
-    if best:
-        note = f"best {number(best['value'])} at step {best['step']}"
-    return name, value, note, ""
-
-
-def _k3_note(k3: Compared, summary: Tree) -> str:
-    if too_small(k3):
-        return f"nats per token: {SMALL}"
-    if k3.ratio is not None and k3.ratio > 1 and unlearnt(summary) is None:
-        return f"replay cuts it by {cut_by(k3, summary)}"
-    return "nats per token"
-
-
-def _crash(summary: Tree) -> Tile:
-    step = summary.get("crash_step")
-    if summary.get("eval_best") is None:
-        return "Crash", number(None), "judged by evaluations", ""
-    if step is not None:
-        return "Crash", f"step {step}", "", "bad"
-    return "Crash", "none", "", "" if unlearnt(summary) is not None else "good"

@@ -10,10 +10,11 @@ from onepolicy.config import RolloutReplay, RunConfig
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.interfaces import Scorer
-from onepolicy.invariant.require_equal import require_equal
+from onepolicy.invariant.require_equal import differing_slots, require_equal
 from onepolicy.run.step import Hook, StepResult, StepTimer
 from onepolicy.run.step_metrics import compare_sides, metrics_per_layer, mismatch_metrics
 from onepolicy.train.learner import LocalLearner
+from onepolicy.train.own_weights import OwnWeights
 from onepolicy.types import Group, TokenBatch
 
 if TYPE_CHECKING:
@@ -49,6 +50,31 @@ class RequireEqual(Hook):
         )
         require(result.batch)
         self._learner.scoring.require = require
+
+
+class RequireEqualByVersion(Hook):
+    """The check of on-policy runs whose tokens may be of older weights (rollout.max_staleness).
+
+    Each token is scored under the weights that sampled it. A run stops before its optimiser moves
+    if any bit differs.
+    """
+
+    def __init__(self, learner: LocalLearner, most: int) -> None:
+        """Begin a run. most: rollout.max_staleness."""
+        self._learner = learner
+        self._own = OwnWeights(learner.scorer, most)
+
+    def before_update(self, result: StepResult, step: int, timer: StepTimer) -> None:
+        with timer("own_weights"):
+            result.own = self._own.score(result.batch)
+        require_equal(
+            result.own,
+            result.groups,
+            self._learner.fingerprint,
+            when=f"step {step + 1}, each token under the weights that sampled it",
+        )
+        result.metrics["staleness/differing"] = float(differing_slots(result.own).sum())
+        self._own.keep()
 
 
 class Counterfactual(Hook):
@@ -93,7 +119,10 @@ def build_hooks(components: Components) -> list[Hook]:
         hooks.append(RecordRoutes(components.reprefill))
     if config.numerics == ON_POLICY:
         assert isinstance(learner, LocalLearner), "a rule refuses ranks"
-        hooks.append(RequireEqual(learner))
+        if config.rollout.max_staleness:
+            hooks.append(RequireEqualByVersion(learner, config.rollout.max_staleness))
+        else:
+            hooks.append(RequireEqual(learner))
     if isinstance(config.replay, RolloutReplay) and config.log.counterfactual_every:
         hooks.append(Counterfactual(config, learner.scorer))
     return hooks

@@ -213,7 +213,7 @@ class TrainingLoop:
         if is_counterfactual_step(self.config, step):
             path = self.folder / run_folder.PROBES / f"step_{done:05d}.safetensors"
             fingerprint = self.learner.fingerprint
-            save_counterfactual(path, result.batch, result.without_replay, fingerprint)
+            save_counterfactual(path, result.batch, result.without_replay, fingerprint, result.own)
 
     async def _write_checkpoint(self, log: RunLog, done: int, *, in_thread: bool) -> None:
         """Save a checkpoint. in_thread: leave the event loop to episodes that are being played."""

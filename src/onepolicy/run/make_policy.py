@@ -35,6 +35,8 @@ from onepolicy.tiny.model import (
 )
 
 CHECK_PROBLEMS = 64
+WIDER = 8.0
+"""Factor on the weights of a random policy: their deviation is 0.16 then."""
 
 
 def make_policy(config: PolicyConfig, out: Path | None) -> Path:
@@ -138,9 +140,17 @@ def random_dense() -> Iterator[str]:
 def _temporary_policy(
     config: PolicyConfig, make: Callable[[PolicyConfig, int], PreTrainedModel]
 ) -> Iterator[str]:
-    """Yield a temporary folder with a random model of these settings."""
+    """Yield a temporary folder with a random model of these settings.
+
+    Its weights are wide, as a trained model's, so that rounding to bfloat16 chooses other experts.
+    """
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(task_alphabet(config.task))
         path = Path(folder) / "random-policy"
-        save_policy(make(config, len(tokenizer)), tokenizer, config, path)
+        model = make(config, len(tokenizer))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(WIDER)
+        save_policy(model, tokenizer, config, path)
         yield str(path)

@@ -18,15 +18,23 @@ MAX_SAVED_ROUTES = 2**20
 
 
 def save_counterfactual(
-    path: Path, batch: TokenBatch, without_replay: TokenBatch | None, fingerprint: str
+    path: Path,
+    batch: TokenBatch,
+    without_replay: TokenBatch | None,
+    fingerprint: str,
+    own: TokenBatch | None = None,
 ) -> None:
     """Write a probe file: tensors of the n trainable slots.
 
     The report draws figures from it, and `onepolicy audit RUN` reads it. Names that end in _native
     are of the scoring without replay. fingerprint: of the trainer; the rollouts' fingerprints are
-    written beside it.
+    written beside it. own: scored under the weights that sampled each token.
     """
     tensors = record_tensors(batch) | routing_tensors(batch, "") | _route_tensors(batch)
+    tensors |= _support_tensors(batch)
+    if own is not None:
+        assert own.logp_old is not None
+        tensors["logp_own"] = own.logp_old[own.trainable]
     if without_replay is not None:
         assert without_replay.logp_old is not None
         tensors["logp_trainer_native"] = without_replay.logp_old[batch.trainable]
@@ -57,7 +65,17 @@ def record_tensors(batch: TokenBatch) -> dict[str, Tensor]:
         "segment": batch.segment,
         "turn": batch.turn,
     }
+    if batch.logp_vocabulary is not None:
+        columns["logp_vocabulary"] = batch.logp_vocabulary
     return {name: values[batch.trainable] for name, values in columns.items()}
+
+
+def _support_tensors(batch: TokenBatch) -> dict[str, Tensor]:
+    """Return the sets of the n trainable slots: their ids, joined, and how many each slot has."""
+    if batch.support is None:
+        return {}
+    kept = batch.support.at(batch.trainable.nonzero()[:, 0])
+    return {"support_ids": kept.ids, "support_counts": kept.sizes.int()}
 
 
 def _route_tensors(batch: TokenBatch) -> dict[str, Tensor]:

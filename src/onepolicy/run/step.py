@@ -241,6 +241,8 @@ class StepResult:
     # the whole batch scored before the update, with and without replay, in counterfactual steps
     with_replay: TokenBatch | None = None
     without_replay: TokenBatch | None = None
+    # the batch scored by the weights that sampled each token (on-policy with rollout.max_staleness)
+    own: TokenBatch | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -16,7 +16,7 @@ from onepolicy.interfaces import Progress
 from onepolicy.launch.launcher import LOCAL_LAUNCHER, Launcher
 from onepolicy.launch.ray.connect import open_ray_launcher
 from onepolicy.notation import number
-from onepolicy.report.terminal import summary_table
+from onepolicy.report.terminal import summary_parts
 from onepolicy.run import resume, train
 from onepolicy.run.run_folder import FROM_SCRATCH
 
@@ -96,7 +96,9 @@ def run_to_end(
             summary = resume.resume_run(resumed, progress, steps, ranks, launcher, config)
         else:
             summary = train.start_run(config, progress, origin, launcher)
-    Console().print(summary_table(summary))
+    console = Console()
+    for part in summary_parts(summary):
+        console.print(part)
 
 
 @contextmanager

@@ -40,6 +40,7 @@ class Scored(NamedTuple):
     # [T] float32 over the whole vocabulary, 0 where not trainable; carries the graph if asked for
     entropy: Tensor
     entropy_support: Tensor | None = None  # [T] float32, over batch.support, if it has one
+    logp_vocabulary: Tensor | None = None  # [T] float32, over all tokens, if it has one
     displaced: Tensor | None = None  # [T] float32, of `displaced_mass`, if asked for
     # [T, k] float32, log-probabilities of batch.top_ids, as `logp`; None if the batch has none
     top: Tensor | None = None
@@ -158,9 +159,11 @@ def _score_over_support(
     with torch.set_grad_enabled(entropy_graph and torch.is_grad_enabled()):
         logps = torch.log_softmax(tempered, -1)
         entropy = entropy_of(logps)
-    found = logp, entropy, scores.entropy.detach(), torch.full_like(entropy, math.nan)
+    of_vocabulary = logps.detach().gather(-1, targets[:, None])[:, 0]
+    apart = torch.full_like(entropy, math.nan)
     if displaced:
-        found = *found[:3], displaced_mass(logps.detach(), support)
+        apart = displaced_mass(logps.detach(), support)
+    found = logp, entropy, scores.entropy.detach(), of_vocabulary, apart
     if batch.top_ids is None or over_set is None:
         return found
     top = over_set.gather(-1, batch.top_ids[slots].long())
@@ -177,16 +180,18 @@ def _scatter(scores: tuple[Tensor, ...], batch: TokenBatch, slots: Tensor) -> Sc
         zeros = rows.new_zeros(batch.num_slots, *rows.shape[1:])
         all_slots.append(zeros.index_copy(0, slots, rows))
     logp, entropy, *tops = all_slots
-    entropy_support = displaced = None
+    entropy_support = logp_vocabulary = displaced = None
     if batch.support is not None:
-        entropy_support, displaced, *tops = tops
+        entropy_support, logp_vocabulary, displaced, *tops = tops
     top = top_of_model = None
     if tops:
         top = tops[0]
     if len(tops) > 1:
         top_of_model = tops[1], tops[2]
     row_of = None if batch.shared is None else batch.shared.row_of
-    return Scored(logp, entropy, entropy_support, displaced, top, top_of_model, row_of)
+    return Scored(
+        logp, entropy, entropy_support, logp_vocabulary, displaced, top, top_of_model, row_of
+    )
 
 
 def entropy_of(logps: Tensor) -> Tensor:

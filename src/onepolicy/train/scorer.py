@@ -234,6 +234,7 @@ class ScoreBuffer:
         if scored.entropy_support is not None:
             entropy = scored.entropy_support
             self._add_rows("entropy_vocabulary", slots, scored.entropy)
+            self._add_rows("logp_vocabulary", slots, scored.logp_vocabulary)
             self._add_rows("displaced", slots, scored.displaced)
         self.entropy[slots] = entropy.detach().cpu()
         if scored.top is not None and scored.trainer_top is not None:

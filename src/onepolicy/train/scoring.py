@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import RunConfig
-from onepolicy.config.numerics import ON_POLICY
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.train import pack
 from onepolicy.train.forward import Scored
@@ -189,6 +188,6 @@ def scoring_of(scorer: PolicyScorer, config: RunConfig) -> ScoringFirst:
     """Return the source of the old policy's log-probabilities that a run's settings ask for."""
     if config.scores_first:
         return ScoringFirst(scorer)
-    if config.numerics == ON_POLICY:
+    if config.rollout_is_old:
         return EqualScoring(scorer)
     return BypassScoring(scorer)

@@ -32,6 +32,7 @@ from onepolicy.verdict.engine_faults import (
 )
 from onepolicy.verdict.local_faults import local, unlike_parts
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, Finding, Pairs, contexts
+from onepolicy.verdict.support_faults import over_other_sets
 from onepolicy.verdict.value_faults import FEWEST_ALIKE, impossible, missing
 
 ONE_SIDED = 0.93
@@ -100,6 +101,7 @@ def diagnose_batch(batch: TokenBatch) -> Diagnosis:
         tokens=batch.target_ids,
         version=batch.version,
         entropy=batch.entropy,
+        logp_vocabulary=batch.logp_vocabulary,
     )
 
 
@@ -116,6 +118,7 @@ def diagnose(
     logp_previous: Tensor | None = None,
     logp_base: Tensor | None = None,
     entropy: Tensor | None = None,
+    logp_vocabulary: Tensor | None = None,
     turn: Tensor | None = None,
     group: Tensor | None = None,
     nonfinite: Nonfinite = "skip",
@@ -132,6 +135,7 @@ def diagnose(
     logp_previous: Sequence[Tensor] | None = None,
     logp_base: Sequence[Tensor] | None = None,
     entropy: Sequence[Tensor] | None = None,
+    logp_vocabulary: Sequence[Tensor] | None = None,
     turn: Sequence[Tensor] | None = None,
     group: Sequence[Tensor] | None = None,
     nonfinite: Nonfinite = "skip",
@@ -150,6 +154,8 @@ def diagnose(
     logp_previous: Tensor | None = None,  # [T] float32, trainer with its previous weights
     logp_base: Tensor | None = None,  # [T] float32, trainer with its adapter off
     entropy: Tensor | None = None,  # [T] float32, of the trainer's distribution [nats]
+    # [T] float32, trainer over the whole vocabulary, where logp_trainer is over supports
+    logp_vocabulary: Tensor | None = None,
     turn: Tensor | None = None,  # [T] int
     group: Tensor | None = None,  # [T] int, training step of each row; rows of a step are compared
     nonfinite: Nonfinite = "skip",  # leave out slots with a value that is not finite, or raise
@@ -170,6 +176,7 @@ def diagnose(
         "entropy": entropy,
         "logp_previous": logp_previous,
         "logp_base": logp_base,
+        "logp_vocabulary": logp_vocabulary,
     }
     mask, left = apply_rule("diagnose", nonfinite, mask, values)
     slot = mask.cpu().nonzero()[:, 0]
@@ -187,6 +194,7 @@ def diagnose(
         group=_at(group, slot),
         context=contexts(_cpu(tokens), segment.cpu(), mask.cpu(), old, rollout),
         token=_at(tokens, slot),
+        vocabulary=_at(logp_vocabulary, slot, torch.float64),
     )
     lacking = missing(left)
     if left.count == left.tokens and lacking is None:
@@ -250,7 +258,7 @@ def _explanations(pairs: Pairs, *, chosen: bool) -> list[Finding]:
     whole = weights_and_sampling(pairs)
     if whole or findings:
         return [*findings, *whole]
-    part = local(pairs)
+    part = over_other_sets(pairs) or local(pairs)
     if not chosen:
         part = part or renormalised(pairs)
     if part is None:
@@ -362,8 +370,10 @@ def _moved(pairs: Pairs, by: int) -> Pairs:
     if pairs.entropy is not None and len(old) > 1:
         both = pairs.entropy[of_trainer], pairs.entropy[of_rollout]
         entropy = max(both, key=lambda h: _correlation(h, -old))
-    previous, base = (
-        None if other is None else other[of_trainer] for other in (pairs.previous, pairs.base)
-    )
+    of_other = {
+        name: other[of_trainer]
+        for name in ("previous", "base", "vocabulary")
+        if (other := getattr(pairs, name)) is not None
+    }
     every = torch.arange(n)[of_rollout]
-    return replace(pairs.at(every), old=old, entropy=entropy, previous=previous, base=base).at(near)
+    return replace(pairs.at(every), old=old, entropy=entropy, **of_other).at(near)

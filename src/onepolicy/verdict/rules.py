@@ -68,6 +68,7 @@ CAUSES = {
     "context": "the two sides saw other prompts (system prompt, chat template)",
     "mask": "prompts are inside the mask",
     "routes": "the rollout's routes are not those of these tokens",
+    "sets": "sampling supports (top-p, top-k) are missing, or are not those of these tokens",
 }
 RAW_OR_PROCESSED = ("temperature", "support")
 """Causes that may be raw log-probabilities in the place of processed ones, or the reverse."""
@@ -214,6 +215,7 @@ def verdict(
     routers: float | None = None,  # share of routes that differ; None: not known
     by_routes: ByRoutes | None = None,  # k3 where routes differ and where not; None: not known
     routes: str = "",  # reason why the routes do not belong to these tokens; empty if they do
+    sets: str = "",  # the same of the sampling supports
     since: str = "",  # part of a run that is judged, as in ` from step 20 on`
     aged: bool = False,  # most of the gap is declared staleness
     declared: Declared = UNDECLARED,
@@ -228,8 +230,7 @@ def verdict(
     marks = _marks(diagnosis, gap, replayed)
     found: dict[str, str] = {each.cause: each.evidence for each in diagnosis.findings}
     sure = all(each.sure for each in diagnosis.findings)
-    if routes:
-        found |= {"routes": routes}
+    found |= {name: text for name, text in (("routes", routes), ("sets", sets)) if text}
     basis = [gap.text()]
     if replayed is not None:
         basis.append(f"with the rollout's routes replayed {replayed.text()}")

@@ -22,6 +22,7 @@ Cause = Literal[
     "copy",
     "context",
     "mask",
+    "sets",
 ]
 EXPLAINED = 0.25
 """A change of one side explains the gap if less than this share of the gap remains."""
@@ -62,6 +63,7 @@ class Pairs:
     group: Tensor | None = None  # [n] int64: rows of one training step, whose gaps are of one size
     context: Tensor | None = None  # [n] int64: equal where prefix and token are; see `contexts`
     token: Tensor | None = None  # [n] int64: what the trainer scored
+    vocabulary: Tensor | None = None  # [n] float64, of the trainer over all tokens
 
     @property
     def gap(self) -> Tensor:

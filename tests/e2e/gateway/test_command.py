@@ -48,12 +48,16 @@ async def play(client, name):
         answer = await client.post("/v1/chat/completions", json=body, headers=headers)
         messages.append(answer.json()["choices"][0]["message"])
         messages.append({"role": "user", "content": "2+2="})
-    end = {"episode": name, "reward": 0.5}
-    ended = await client.post("/v1/episodes/end", json=end, headers=SECRET)
+    return await end(client, name)
+
+
+async def end(client, name):
+    body = {"episode": name, "reward": 0.5}
+    ended = await client.post("/v1/episodes/end", json=body, headers=SECRET)
     return ended.json()
 
 
-async def play_all(app, names):
+async def play_all(app, names, play=play):
     transport = httpx2.ASGITransport(app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
         return await asyncio.gather(*(play(client, name) for name in names))
@@ -92,6 +96,10 @@ def test_an_episode_whose_scoring_fails_is_noted_and_kept(tmp_path, monkeypatch)
     noted = json.loads(line)
     assert (noted["reward"], noted["note"]) == (0.5, "not scored: out of memory")
     assert noted["counts"]["turns"] == 3
+    (again,) = asyncio.run(play_all(app, ["a"], end))
+    assert again["samples"] == 2
+    lines = (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("open", False) for line in lines] == [True, False]
 
 
 def test_the_server_gives_turns_some_seconds_to_end(tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -231,6 +233,46 @@ def test_a_program_that_asks_for_nothing_or_does_not_start_is_no_episode():
         play(environment("silent"))
     with pytest.raises(UsageError, match=r"task\.command: 'no-such' is not found in it; name its"):
         environment(command=("no-such",))
+
+
+def test_a_prompt_that_no_word_can_hold_starts_no_program():
+    made = environment("well", "{prompt}")
+    with pytest.raises(EpisodeError, match="did not start: ValueError: embedded null byte"):
+        play(made, problem=Problem(0, "a\0b", "done"))
+
+
+def test_a_turn_that_is_not_there_in_time_is_no_missing_request():
+    class Slow(RecordingEngine):
+        async def generate(self, *args, **how):
+            await asyncio.sleep(3600)
+
+    with pytest.raises(EpisodeError, match="no turn was sampled before the program ended; raise"):
+        play(environment("well", seconds=2), engine=Slow(TOKENIZER, []))
+
+
+def test_a_report_is_read_while_it_is_written(monkeypatch):
+    """Where a user has many pipes, a new one holds a page."""
+    whole = os.pipe
+
+    def small():
+        ends = whole()
+        fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, 4096)
+        return ends
+
+    made = environment("file", "x" * 30_000, result_file="result.txt")
+    graded = []
+    monkeypatch.setattr(made.task, "grade", lambda problem, text: graded.append(text) or 1)
+    monkeypatch.setattr("os.pipe", small)
+    play(made, "one", "two")
+    assert graded == ["x" * 30_000]
+
+
+def test_a_folder_for_sockets_with_a_long_path_is_named(monkeypatch, tmp_path):
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with pytest.raises(UsageError, match="set the variable TMPDIR to a shorter one"):
+        environment("well")
 
 
 def test_an_error_of_the_engine_ends_the_program_and_is_raised():

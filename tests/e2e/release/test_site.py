@@ -29,7 +29,7 @@ def site(tmp_path_factory):
 
 def test_every_page_is_there(site):
     pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
-    assert len(pages) > 30
+    assert len(pages) > 20
     assert all((site / page).with_suffix(".html").is_file() for page in pages)
 
 
@@ -45,6 +45,6 @@ def test_nothing_is_loaded_from_elsewhere(site):
 
 
 def test_the_reference_of_the_library_has_its_names(site):
-    text = (site / "reference" / "api.html").read_text(encoding="utf-8")
+    text = (site / "library.html").read_text(encoding="utf-8")
     names = ("bind_routers", "RoutingTrace", "check_alignment", "reweight", "mismatch", "diagnose")
     assert all(re.search(rf'<h\d id="[\w.]*\b{name}"', text) for name in names)

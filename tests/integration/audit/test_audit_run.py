@@ -104,12 +104,12 @@ def rows_of(batch, **more):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("temperature", "causes"),
-    [pytest.param(1.0, ("stale",), marks=pytest.mark.slow), (1.4, ("stale", "temperature"))],
+    [pytest.param(1.0, {"stale"}, marks=pytest.mark.slow), (1.4, {"stale", "temperature"})],
 )
 def test_a_stale_checkpoint_is_named(train, tmp_path, temperature, causes):
     """First half of the samples come from the checkpoint of an earlier step of a real run, then all
     of them, undeclared."""
-    run = train(None, *EVERY_STEP, "optim.lr=1e-2", "steps=4")
+    run = train(None, *EVERY_STEP, "optim.lr=3e-3", "steps=4")
     older, newer = (run / "checkpoints" / f"step_{step:05d}" for step in (2, 4))
     config = measure_config(
         {}, [f"model.path={newer}", *SETTINGS, "rollout.engine.dtype=float32"], None
@@ -128,8 +128,8 @@ def test_a_stale_checkpoint_is_named(train, tmp_path, temperature, causes):
         b.replace(version=torch.full_like(b.version, v)) for b, v in ((stale, 1), (fresh, 2))
     )
     write_step(tmp_path / "mixed", 0, rows_of(stale) + rows_of(fresh))
-    assert audit(tmp_path / "mixed", {}).verdict.causes == causes
+    assert set(audit(tmp_path / "mixed", {}).verdict.causes) == causes
     parts.scorer.model.load_state_dict(_load_engine_model(str(older)).state_dict())
     previous = parts.scorer.score(stale, replay=False).logp_old
     write_step(tmp_path / "undeclared", 0, rows_of(stale, logp_previous=previous))
-    assert audit(tmp_path / "undeclared", {}).verdict.causes == causes
+    assert set(audit(tmp_path / "undeclared", {}).verdict.causes) == causes

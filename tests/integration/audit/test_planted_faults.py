@@ -208,6 +208,8 @@ def test_the_table_of_faults_is_that_of_the_docs() -> None:
 
 
 def test_the_docs_name_every_fault() -> None:
-    rows = re.findall(r"^\| (.*?) \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^- \*\*.*?\*\*(?: \(.*?\))?: (.*)$", DOCS.read_text(encoding="utf-8"), re.MULTILINE
+    )
     named = {name for row in rows for name in row.split("; ")}
     assert not set(FAULTS) - named

@@ -287,7 +287,7 @@ def test_the_table_cuts_nothing_at_80_columns(compare, tmp_path, monkeypatch, na
     (tmp_path / "arms").mkdir()
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("onepolicy.cli.compare._play", lambda *given: None)
-    monkeypatch.setattr("onepolicy.report.arm_run.read_metrics", lambda folder: rows)
+    monkeypatch.setattr("onepolicy.report.contrast.read_metrics", lambda folder: rows)
     status, out, err = compare("--arm", name, "--arm", "b", "correction.preset=tis")
     assert status == 0, err
     table = out[: out.index("run: arm and seed")]

@@ -143,8 +143,8 @@ def test_outside_a_batch_the_model_routes_itself(model):
 
 
 def test_the_page_s_lines_run_as_they_stand(model):
-    """The block that arms a model in docs/trainers.md, then the one that logs."""
-    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+    """The block that arms a model in docs/other_trainers.md, then the one that logs."""
+    page = (ROOT / "docs" / "other_trainers.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     given, mask = padded("left"), torch.ones(1, 4)
     known = {"model": model, "traces": own_routes(model), "batch": given, "lengths": LENGTHS}

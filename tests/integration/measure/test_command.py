@@ -11,12 +11,15 @@ import torch
 from safetensors.numpy import load_file
 
 from onepolicy.build.measure import build_measure_components, measure_config
-from onepolicy.cli import main
+from onepolicy.cli import main, parse_arguments
+from onepolicy.cli.measure import is_first_look
 from onepolicy.config.input_files import resolve_model
 from onepolicy.config.policy import PolicyConfig
+from onepolicy.measure.command import measure_and_show
 from onepolicy.measure.measure import measure_parts
 from onepolicy.measure.result import to_tree
 from onepolicy.record.statistics import Statistics
+from onepolicy.report.measure import waterfall_rows
 from onepolicy.tiny.model import make_dense, make_model
 from onepolicy.verdict.rules import HARMLESS_KL, QUIET_KL
 from support.models import make
@@ -226,6 +229,35 @@ def test_the_command_writes_a_report_and_prints_the_verdict(policy, tmp_path, ca
     check_records(tmp_path / "m", tree)
 
 
+def test_a_first_look_shows_a_gap_that_replay_removes_in_eight_lines(tmp_path, monkeypatch, capsys):
+    """Of real rounding to bfloat16, in a random policy of wide weights."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no tiny policy was made
+    monkeypatch.setenv("COLUMNS", "80")
+    told = {"loaded": "tiny", "out": None, "png": False, "short": True}
+    assert measure_and_show({}, ["train.threads=1"], **told, tiny=True) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 8
+    assert lines[0] == "REPLAY THE ROUTES"
+    without, replayed, last = lines[-3:]
+    assert without.startswith("  without replay: k3 ")
+    assert without.endswith(" of the routes differ")
+    assert float(without.split()[3]) > QUIET_KL > 4 * float(replayed.split()[3])
+    assert last.startswith("Of a random tiny policy. Yours: `onepolicy measure MODEL`")
+
+
+def test_what_asks_for_more_is_told_all(subtests):
+    for typed, first in {
+        "--tiny": True,
+        "--tiny --out m": True,
+        "--tiny --top 4": False,
+        "--tiny --quant int8": False,
+        "--tiny seed=1": False,
+        "some/model": False,
+    }.items():
+        with subtests.test(typed):
+            assert is_first_look(parse_arguments(["measure", *typed.split()])) == first
+
+
 def check_records(out, tree):
     """Check that the record of each scoring has the statistics that measure.json says, to the
     bit."""
@@ -343,3 +375,18 @@ def test_usage(policy, tmp_path, capsys, subtests):
         with subtests.test(words):
             assert main(["measure", *arguments, *settings]) == 2
             assert message in capsys.readouterr().err
+
+
+def test_top_p_has_a_bar_of_what_its_support_is_worth(policy) -> None:
+    """The gap that a trainer over the whole vocabulary has, and that a run has not."""
+    found = measured(policy, "rollout.sampling.top_p=0.8")
+    bar = found.waterfall.bars[0]
+    batch = found.scored.native
+    mask = batch.trainable
+    log_rho = (batch.logp_vocabulary - batch.logp_rollout)[mask].double()
+    assert (bar.name, "sampling support" in bars_of(found)) == ("support", False)
+    assert found.waterfall.total.value == pytest.approx(float((log_rho.expm1() - log_rho).mean()))
+    assert bar.left.value == pytest.approx(found.scored.found.k3, rel=1e-6)
+    assert bar.removed.value > 0.9 * found.waterfall.total.value > 1e-3
+    assert found.verdict.action in ("nothing", "replay"), found.verdict.text()
+    assert "support" in waterfall_rows(to_tree(found))[1]

@@ -408,7 +408,7 @@ def test_expert_bias_is_not_moved_by_a_training_step() -> None:
 @pytest.mark.timeout(3600)
 def test_no_false_alarm_in_200_clean_steps(parts) -> None:
     """Every step has other problems, a bf16 engine and an fp32 trainer. Prints the lowest agreement
-    for docs/replay_checks.md."""
+    for docs/replay.md."""
     layer, window, count = 1.0, 1.0, 0
     for step in range(200):
         scored = parts.learner.score(rollout(parts, step))

@@ -11,7 +11,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from onepolicy.cli import main
-from onepolicy.report.terminal import summary_table
+from onepolicy.report.terminal import summary_parts
 from onepolicy.run import loop
 from onepolicy.train import checkpoint
 from support.metrics import rows, timeless
@@ -97,8 +97,9 @@ def test_summary_and_report_show_the_overlap(overlapping):
     assert 'id="fig-staleness"' in page
     assert "which is part of it: k3 by age is below" in page
     console = Console(width=200, record=True)
-    console.print(summary_table(json.loads((overlapping / "summary.json").read_text())))
-    assert "sampled while learning" in console.export_text()
+    for part in summary_parts(json.loads((overlapping / "summary.json").read_text())):
+        console.print(part)
+    assert "Sampled while learning" in console.export_text()
 
 
 @pytest.mark.full

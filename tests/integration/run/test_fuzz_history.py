@@ -15,7 +15,7 @@ from onepolicy.console import Console
 from onepolicy.files import refuse_links_out
 from onepolicy.report.jsonl import read_samples
 from onepolicy.report.run_page import write_report
-from onepolicy.report.terminal import summary_table
+from onepolicy.report.terminal import summary_parts
 from onepolicy.run import resume
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
 from onepolicy.run.log_digest import digest_log, find_damage
@@ -271,7 +271,7 @@ def test_texts_of_a_run(run, tmp_path, inputs):
         assert "<x1>" not in write_report(copy).read_text("utf-8")
         shown = io.StringIO()
         summary = json.loads((copy / "summary.json").read_text())
-        Console(file=shown, width=80).print(summary_table(summary))
+        Console(file=shown, width=80).print(*summary_parts(summary))
         return shown.getvalue()
 
     def check(text):

@@ -54,8 +54,9 @@ def test_a_run_delivers_its_adapter_and_saves_nothing_else(lora, policy):
 
 
 @pytest.mark.full
-def test_resume_and_fork(lora, tmp_path):
+def test_resume_and_fork(lora, tmp_path, monkeypatch):
     """A fork begins at the parent's adapter, and its first steps are the parent's."""
+    monkeypatch.setattr(AdapterCheck, "prompts", 8)
     part, fork = shutil.copytree(lora[0], tmp_path / "part"), tmp_path / "fork"
     shutil.rmtree(checkpoint.checkpoint_folder(part, 4))
     assert main(["train", "--resume", str(part)]) == 0

@@ -29,7 +29,7 @@ def test_replay_removes_the_gap_and_the_run_says_that_it_was_made(train, capsys)
         assert row.get("train/halved_gradient", 0) == 0
     out = capsys.readouterr().out
     assert f"WARNING: {LINE}" in " ".join(out.split())
-    assert "not a real engine" in out
+    assert "Not a real engine" in out
     for name in ("run.json", "summary.json"):
         assert json.loads((run / name).read_text())["pressure"].startswith(LINE)
     assert f"Not a real engine: {LINE}" in (run / "report.html").read_text()

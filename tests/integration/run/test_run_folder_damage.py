@@ -16,7 +16,7 @@ from onepolicy.config.stored_config import read_stored_config
 from onepolicy.record.probes import read_run
 from onepolicy.report.run import load_run
 from onepolicy.report.run_page import page_of
-from onepolicy.report.terminal import summary_table
+from onepolicy.report.terminal import summary_parts
 from onepolicy.run import resume
 from onepolicy.run.log import read_metrics, truncate_after
 from onepolicy.run.summary import summarise
@@ -67,7 +67,7 @@ def read_report(run):
     """Read as write_report does, without filling in the page."""
     loaded = load_run(run)
     page_of(loaded, "run")
-    summary_table(loaded.summary)
+    summary_parts(loaded.summary)
 
 
 def read_rows(run):
@@ -77,7 +77,7 @@ def read_rows(run):
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
     summary = summarise(CONFIG, rows, run, None)
     json.dumps(summary, allow_nan=False)
-    summary_table(summary)
+    summary_parts(summary)
 
 
 def read_state(run):

@@ -92,6 +92,7 @@ def test_rollout_and_trainer_agree(narrowed):
     assert sum(map(list.__ne__, own, recorded)) <= 1  # a token at the border
     torch.testing.assert_close(found.logp[mask], batch.logp_rollout[mask], atol=2e-5, rtol=0)
     assert (whole.logp[mask] - batch.logp_rollout[mask]).mean() < -1e-3
+    torch.testing.assert_close(found.logp_vocabulary, whole.logp.detach())
     assert (found.displaced[mask] < 1e-3).all()
     assert (found.entropy_support[mask] <= found.entropy[mask] + 1e-5).all()
     assert (batch.support.sizes[mask] < 64).any()

@@ -1,5 +1,5 @@
 """The gap to a bf16 rollout in verl's worker, without and with replay, in every layout: the numbers
-of docs/verl.md. `VERL_ENGINE_VENDOR=onepolicy python -m support.verl.gap`."""
+of docs/trainers.md. `VERL_ENGINE_VENDOR=onepolicy python -m support.verl.gap`."""
 
 from __future__ import annotations
 

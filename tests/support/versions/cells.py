@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from support.paths import ROOT
-from support.versions.page import DOCS, page
+from support.versions.page import write
 
 FOLDER = Path(__file__).parent
 VENVS = ROOT / ".venv-versions"
@@ -103,7 +103,7 @@ def main(words: list[str]) -> int:
     if command == "quick":
         return max(run(name, "fast", write=True) for name in names or CELLS)
     assert command == "page", command
-    DOCS.write_text(page(), encoding="utf-8")
+    write()
     return 0
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from onepolicy.audit import accumulator
 from onepolicy.audit.assessment import divergence_onset
-from onepolicy.audit.figures import audit_figures, extreme_curve
+from onepolicy.audit.figures import audit_figures
 from onepolicy.audit.report import describe_difference
 from onepolicy.audit.run import audit, run_audit
 from onepolicy.cli import main
@@ -23,6 +23,7 @@ from onepolicy.config import UsageError
 from onepolicy.console import Console
 from onepolicy.record.schema import write_parquet
 from onepolicy.report.figures.parts import Absent, Figure
+from onepolicy.report.figures.tokens import extreme_curve
 from onepolicy.verdict.rules import CAUSES
 from support.audit_dumps import gaussian_rows, moved_routes, with_routes, world_rows, write_jsonl
 from support.examples import examples

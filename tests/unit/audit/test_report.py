@@ -92,7 +92,7 @@ def test_an_unknown_trainer_is_named(tmp_path, capsys) -> None:
 
 
 def test_the_way_to_the_entropy_is_named_and_is_right(tmp_path) -> None:
-    """The line of docs/measure_my_run.md on logits log 3 and 0: p is 3/4 and 1/4."""
+    """The line of docs/audit.md on logits log 3 and 0: p is 3/4 and 1/4."""
     said = audit(write_jsonl(tmp_path / "d.jsonl", gaussian_rows(3e-4, entropy=False)), {}).verdict
     assert said.action == "unclear"
     (page,) = re.findall(r"docs/\w+\.md", said.sentence)

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import onepolicy.train.learner
+import onepolicy.train.scorer
 from onepolicy.config import ObjectiveConfig, load
 from onepolicy.objective.loss import policy_loss
+from onepolicy.support.trace import SupportTrace
 from support.objective_batches import batch
 from support.paths import ROOT
 
@@ -27,7 +29,7 @@ def study():
         yield importlib.import_module("run"), importlib.import_module("tables")
     finally:
         sys.path.remove(str(FOLDER))
-        for name in ("run", "tables", "page_rows", "turn_rows", "hold_entropy"):
+        for name in ("run", "tables", "page_rows", "turn_rows", "hold_entropy", "drop_supports"):
             sys.modules.pop(name, None)
 
 
@@ -184,6 +186,21 @@ def test_the_bonus_follows_the_entropy(study):
     assert onepolicy.train.learner.policy_loss is policy_loss
 
 
+def test_arms_without_support_score_over_the_whole_vocabulary(study, monkeypatch):
+    """Each pair of arms differs in nothing but whether forwards get the sets."""
+    run, scorer = study[0], onepolicy.train.scorer
+    jobs = {job.arm: job for job in planned(study, "supports") if job.seed == 700}
+    for arm in ("support", "support-tis"):
+        assert jobs[arm].settings == jobs[f"no-{arm}"].settings
+    made = batch([1], torch.ones(1, dtype=torch.bool), [0.0])
+    made = made.replace(support=SupportTrace.from_sets([[0, 1]]))
+    monkeypatch.setattr(scorer, "forward", lambda model, given: given.support)
+    for arm, found in (("no-support", None), ("support", made.support), ("no-support-tis", None)):
+        with run.intervention(arm):
+            assert scorer.forward(None, made) is found
+        assert scorer.forward(None, made) is made.support
+
+
 def test_growth_is_last_tenth_by_first_tenth_of_k3_without_replay(tables):
     """Of an arm with replay it is that of the batches scored without; seed 401 has one arm."""
     plain = {"curves": {"k3": [0.1, 0.3, 0.2], "unreplayed": [None, None, None]}}
@@ -264,6 +281,13 @@ def test_the_table_of_steps_is_that_of_the_steps_in_the_tree(demonstration, tmp_
     monkeypatch.setattr(demonstration, "STEPS", tmp_path / "steps.csv")
     demonstration.write_steps([tmp_path])
     assert demonstration.STEPS.read_text() == written
+
+
+def test_the_picture_of_the_demonstration_says_what_the_table_of_steps_does(demonstration):
+    figure = demonstration.picture(demonstration.read_steps()[demonstration.PICTURED])
+    words = "Replay: 70 of 400 steps above 1e-3 without, 1 with. Mean k3: 1.60e-3 without replay"
+    assert figure.title.startswith(words)
+    assert (figure.name, figure.width) == (demonstration.PICTURE.stem, "wide")
 
 
 def test_the_picture_of_the_study_is_that_of_its_runs(study):

@@ -180,3 +180,8 @@ def test_an_absurd_setting_is_refused_with_its_bound(subtests):
         words = rf"^{name}: Input should be less than or equal to {most}\b.* \(value "
         with subtests.test(name, value=value), pytest.raises(UsageError, match=words):
             resolve(MINIMAL, [f"{name}={value}"])
+
+
+def test_a_recipe_that_says_nothing_keeps_a_few_checkpoints():
+    """A run of thousands of steps does not fill a disk; 0, which keeps all, has to be typed."""
+    assert load(RECIPES / "quickstart.toml", ["steps=4000"]).checkpoint.keep == 3

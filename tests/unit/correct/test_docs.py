@@ -1,9 +1,9 @@
-"""docs/corrections.md holds the current preset table and predicted numbers."""
+"""docs/corrections.md holds the current presets and predicted numbers."""
 
 import re
 
 from onepolicy.config.presets import correction_presets
-from onepolicy.correct.equations import markdown_table
+from onepolicy.correct.equations import markdown_lists
 from onepolicy.correct.predict import predict
 from onepolicy.correct.presets import preset
 from support.paths import ROOT
@@ -12,18 +12,30 @@ PAGE = (ROOT / "docs" / "corrections.md").read_text()
 KLS, LENGTHS = (1e-4, 1e-3, 1e-2), (500, 2000, 8000)
 
 
+def predicted(name: str, kl: float) -> list[str]:
+    return [f"{predict(preset(name), kl, length).attenuation:.2f}" for length in LENGTHS]
+
+
 def predicted_table() -> str:
+    """Rows that are 1.00 throughout are left out."""
     head = "| preset | nats a slot | " + " | ".join(f"{length} slots" for length in LENGTHS) + " |"
-    lines = [head, "| --- " * (len(LENGTHS) + 2) + "|"]
-    for name in ("tis", "icepop", "trl-default", "seq-tis", "geo-rs", "k3-rs"):
+    lines = [head, "|---" * (len(LENGTHS) + 2) + "|"]
+    for name in ("trl-default", "seq-tis", "geo-rs", "k3-rs"):
         for kl in KLS:
-            cells = [f"{predict(preset(name), kl, length).attenuation:.2f}" for length in LENGTHS]
-            lines.append(f"| {name} | {kl:g} | " + " | ".join(cells) + " |")
+            cells = predicted(name, kl)
+            if set(cells) != {"1.00"}:
+                lines.append(f"| {name} | {kl:g} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def test_weights_of_single_tokens_leave_the_step_as_it_is():
+    assert {each for name in ("tis", "icepop") for kl in KLS for each in predicted(name, kl)} == {
+        "1.00"
+    }
+
+
 def test_the_page_is_current():
-    for table in (markdown_table(), predicted_table()):
+    for table in (markdown_lists(), predicted_table()):
         assert table in PAGE, f"docs/corrections.md is not current; it should contain\n{table}"
 
 

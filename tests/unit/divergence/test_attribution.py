@@ -12,8 +12,7 @@ from onepolicy.config import UsageError
 from onepolicy.divergence.attribution import Level, bootstrap, distance, excess, k3_terms, waterfall
 from onepolicy.divergence.breakdown import (
     CLASSES,
-    by_edges,
-    by_label,
+    Parts,
     echoed,
     inside_calls,
     places,
@@ -96,20 +95,22 @@ def test_bootstrap_without_tokens():
 def test_breakdowns_split_k3():
     rollout = torch.tensor([-0.1, -1.0, -3.0, -0.001])
     trainer = rollout + torch.tensor([0.5, -0.5, 0.2, 0.0])
-    rows = by_edges(trainer, rollout, rollout.exp(), (0.0, 0.1, 0.5, 0.99))
+    parts = Parts(trainer, rollout, torch.tensor([0, 0, 1, 1]))
+    rows = parts.by_edges(rollout.exp(), (0.0, 0.1, 0.5, 0.99))
     names = ["0 to 0.1", "0.1 to 0.5", "0.5 to 0.99", "from 0.99"]
     assert [(row.name, row.tokens) for row in rows] == [(name, 1) for name in names]
     terms = k3_terms(trainer, rollout)
     shares = (terms[[2, 1, 0, 3]] / terms.sum()).tolist()
     assert [row.share for row in rows] == pytest.approx(shares)
     assert [row.mean_dlogp for row in rows] == pytest.approx([0.2, 0.5, 0.5, 0.0], abs=1e-6)
-    only = by_label(trainer, rollout, torch.full((4,), CLASSES.index("end")), CLASSES)
+    only = parts.by_label(torch.full((4,), CLASSES.index("end")), CLASSES)
     assert [(row.name, row.share) for row in only] == [("end", 1.0)]
 
 
 def test_an_edge_belongs_to_the_bin_above():
     same = torch.zeros(3)
-    rows = by_edges(same, same, torch.tensor([0.0, 8.0, 9.0]), (0, 8))
+    parts = Parts(same, same, torch.zeros(3, dtype=torch.int64))
+    rows = parts.by_edges(torch.tensor([0.0, 8.0, 9.0]), (0, 8))
     found = [(row.name, row.tokens, row.share) for row in rows]
     assert found == [("0 to 8", 1, 0.0), ("from 8", 2, 0.0)]
 

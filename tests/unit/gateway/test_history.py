@@ -268,6 +268,23 @@ def test_a_changed_history_begins_a_root(reason, text, first, second):
     assert third.parent is after
 
 
+def test_a_history_without_its_middle_is_a_compaction():
+    """A filter keeps the question and the last exchange, as agents do to stay short."""
+    session = session_of("one", "two", "three")
+    first = ask(session, USER)
+    second = ask(session, USER, first.message, AGAIN)
+    third = ask(session, USER, second.message, Message("user", "on"))
+    assert reason_of(third) is Reason.COMPACTION
+
+
+def test_a_question_that_has_a_short_answer_in_it_is_no_compaction():
+    """A sub-agent is asked for 1+2, then for 3+4: conversations of their own."""
+    session = session_of("3", "7")
+    ask(session, Message("user", "1+2"), tools=(TOOL,))
+    second = ask(session, Message("user", "3+4"), tools=(TOOL,))
+    assert second.root.break_ is None
+
+
 def test_changed_tools_begin_a_root():
     session = session_of("hello", "done")
     first = ask(session, USER, tools=(TOOL,))

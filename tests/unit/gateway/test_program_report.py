@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from onepolicy.config import ProgramTask
+from onepolicy.gateway import program_init
+from onepolicy.gateway.episodes import MOST_OPEN
 from onepolicy.gateway.program_sandbox import Ended, ProgramSandbox, _ended
 from onepolicy.interfaces import EpisodeError
 
@@ -47,6 +50,21 @@ def test_a_program_that_did_not_start_is_no_episode():
         ended(b"", "bwrap: no namespaces")
     said = "bwrap: a program says so"  # and ends its parent
     assert ended(b" ", said) == Ended(-1, "printed", said, None)
+
+
+def test_a_result_that_is_a_pipe_is_none(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    held = os.open(tmp_path / "pipe", os.O_RDWR)  # without data, a read gives None
+    (tmp_path / "file").write_text("hi")
+    assert program_init._read(str(tmp_path / "pipe"), 9) is None
+    assert program_init._read(str(tmp_path / "none"), 9) is None
+    assert program_init._read(str(tmp_path / "file"), 9) == "aGk="
+    os.close(held)
+
+
+def test_all_programs_that_may_run_have_an_episode():
+    (most,) = (m.le for m in ProgramTask.model_fields["concurrency"].metadata if hasattr(m, "le"))
+    assert most == MOST_OPEN
 
 
 def test_a_sandbox_without_a_pipe_is_no_episode(monkeypatch):

@@ -147,6 +147,23 @@ def test_settings_that_do_not_fit_are_named(subtests):
     step(cfg=config("cispo", anchor="old"), correction="tis")
 
 
+def test_cut_sampling_is_right_where_skyrl_replays_the_support(subtests):
+    flags = ("enable_sample_support_replay", "enable_return_sample_support_set")
+    for on in ((True, True), (True, False), (False, True)):
+        cfg = config(sampling={"top_p": 0.5, "top_k": 20})
+        setattr(cfg.trainer.algorithm, flags[0], on[0])
+        cfg.generator.inference_engine = SimpleNamespace(**{flags[1]: on[1]})
+        with subtests.test(on=on):
+            if all(on):
+                op_skyrl.attach(trainer(cfg), correction="tis")
+                cfg.generator.sampling_params.additional_kwargs = PENALTY
+                with pytest.raises(UsageError, match="repetition_penalty"):
+                    op_skyrl.attach(trainer(cfg), correction="tis")
+            else:
+                with pytest.raises(UsageError, match=r"enable_sample_support_replay=true and"):
+                    op_skyrl.attach(trainer(cfg), correction="tis")
+
+
 def test_cut_sampling_that_is_only_measured_is_noted():
     report = op_skyrl.attach(trainer(config(sampling={"top_k": 3})))
     (note,) = report.notes

@@ -5,7 +5,7 @@ import json
 from onepolicy.cli import main
 from onepolicy.config import ObjectiveConfig, RunConfig, resolve, surrogates
 from onepolicy.config.presets import objective_presets
-from onepolicy.objective.presets import markdown_table
+from onepolicy.objective.presets import markdown_list
 from support.paths import ROOT
 
 MINIMAL = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
@@ -73,5 +73,5 @@ def test_config_prints_objective_presets(capsys):
 
 def test_the_page_is_current():
     page = (ROOT / "docs" / "objectives.md").read_text()
-    for table in (markdown_table(), surrogates.markdown_table()):
+    for table in (markdown_list(), surrogates.markdown_table()):
         assert table in page, f"docs/objectives.md is not current; it should contain\n{table}"

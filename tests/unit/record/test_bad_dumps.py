@@ -44,6 +44,8 @@ def rows_with_everything() -> list[dict]:
         row |= {"version": [4] * length, "turn": [0] * length, "entropy": [1.0] * length}
         row |= {"routes_rollout": [0, 1] * length, "routes_trainer": [1, 2] * length}
         row |= {"trained_version": 4, "route_layers": 1, "route_top_k": 2}
+        row |= {"support_ids": [5, 9] * length, "support_counts": [2] * length}
+        row |= {"logp_vocabulary": row["logp_trainer"]}
     return rows
 
 
@@ -56,7 +58,7 @@ def test_every_format_gives_the_same_numbers(tmp_path, monkeypatch, subtests) ->
     }
     for module in ("formats", "arrays"):
         monkeypatch.setattr(f"onepolicy.record.{module}.BLOCK_TOKENS", 20)  # several blocks
-    monkeypatch.setattr(formats, "PARQUET_ENTRIES", 280)  # 136 entries in the longest row
+    monkeypatch.setattr(formats, "PARQUET_ENTRIES", 380)  # 184 entries in the longest row
     absent = {"logp_native", "logp_previous", "logp_base", "tokens_rollout"}
     for suffix in SUFFIXES:
         with subtests.test(suffix):

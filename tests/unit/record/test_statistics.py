@@ -51,6 +51,15 @@ def test_any_split_and_any_order_of_rows_give_the_same_bits(seed, lengths, scale
     assert repr(found.statistics()) == repr(whole.statistics())
 
 
+def test_blocks_of_rows_give_the_same_bits(monkeypatch, subtests) -> None:
+    given = tokens(3, [5, 1, 7, 3, 16, 2], 0.3)
+    whole = state(Statistics.of(*given))
+    for size in (1, 4, 6, 13, 33, 34):
+        monkeypatch.setattr(statistics, "BLOCK_TOKENS", size)
+        with subtests.test(size=size):
+            assert state(Statistics.of(*given)) == whole
+
+
 def test_rows_may_be_interleaved_and_have_any_number() -> None:
     trainer, rollout, row = tokens(0, [5, 7, 3], 0.3)
     order = np.array([0, 5, 12, 1, 6, 13, 2, 7, 14, 3, 8, 4, 9, 10, 11])

@@ -6,8 +6,8 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from onepolicy.report import comparison
-from onepolicy.report.comparison import FEWEST_STEPS, LONGEST_BLOCK, interval
+from onepolicy.report import contrast
+from onepolicy.report.contrast import FEWEST_STEPS, LONGEST_BLOCK, interval
 
 
 def difference(means):
@@ -16,7 +16,7 @@ def difference(means):
 
 def test_tails_are_those_of_a_wider_student_t(monkeypatch, subtests):
     """The draws are evenly spaced from 0 to 1, so the interval ends at its tails."""
-    monkeypatch.setattr(comparison, "DRAWS", 50_001)
+    monkeypatch.setattr(contrast, "DRAWS", 50_001)
 
     def even(means):
         return np.linspace(0, 1, means.shape[1]) if means.ndim > 1 else 0.5
@@ -46,7 +46,7 @@ def test_every_step_is_drawn_equally_often():
 
 @pytest.mark.full
 def test_intervals_hold_the_truth_19_times_in_20(monkeypatch, subtests):
-    monkeypatch.setattr(comparison, "DRAWS", 2000)
+    monkeypatch.setattr(contrast, "DRAWS", 2000)
     for steps in (FEWEST_STEPS, 60, 200):
         random, held, runs = np.random.default_rng(steps), 0, 200
         for _ in range(runs):
@@ -61,7 +61,7 @@ def test_the_draws_of_a_long_run_are_not_held_at_once(monkeypatch):
     pairs = np.random.default_rng(1).standard_normal((2, 600))
     peaks, found = [], []
     for at_once in (2**40, 2**12):
-        monkeypatch.setattr(comparison, "DRAWN_AT_ONCE", at_once)
+        monkeypatch.setattr(contrast, "DRAWN_AT_ONCE", at_once)
         tracemalloc.start()
         found.append(interval(pairs, difference))
         peaks.append(tracemalloc.get_traced_memory()[1])

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 
 from onepolicy.notation import DASH
-from onepolicy.report.arm_run import ArmRun
 from onepolicy.report.comparison import (
-    contrast,
-    contrasts,
     headline,
     rows_of_table,
     sentences_of,
     warnings_of,
     write_comparison,
 )
+from onepolicy.report.contrast import ArmRun, contrast, contrasts
 
 LABELS = {"off": "without replay", "r3": "with replay"}
 
@@ -97,13 +95,13 @@ def test_blocks_widen_the_interval_of_a_slow_curve():
 def test_sentences():
     more = [0.2] * 40 + [0.9, 0.8] * 20
     less = [0.2] * 40 + [0.3, 0.2] * 20
-    k3, reward = both(noisy(3e-3), noisy(1e-5, seed=9), less, more).sentences()
+    k3, reward = sentences_of([both(noisy(3e-3), noisy(1e-5, seed=9), less, more)])
     assert "times smaller (95% interval over batches" in k3
     assert "a difference of +0.60" in reward
     assert reward.endswith("): more in r3 with this seed.")
     back = contrast(run("r3", noisy(1e-5, seed=9), more), run("off", noisy(3e-3), less))
-    assert "times larger" in back.sentences()[0]
-    assert back.sentences()[1].endswith("): more in r3 with this seed.")
+    assert "times larger" in sentences_of([back])[0]
+    assert sentences_of([back])[1].endswith("): more in r3 with this seed.")
 
 
 MISSING = [1e-3] * 30 + [None] * 10  # a run that breaks down
@@ -132,11 +130,11 @@ REWARD_SENTENCES = [
 def test_sentences_of_each_case(subtests):
     for first, other, words in K3_SENTENCES:
         with subtests.test(words):
-            assert words in both(first, other).sentences()[0]
+            assert words in sentences_of([both(first, other)])[0]
     for first, other, words in REWARD_SENTENCES:
         with subtests.test(words):
             k3 = [1e-3] * len(first)
-            assert words in both(k3, k3, first, other).sentences()[1]
+            assert words in sentences_of([both(k3, k3, first, other)])[1]
 
 
 def test_every_arm_is_compared_with_the_first_of_its_seed():
@@ -148,7 +146,7 @@ def test_every_arm_is_compared_with_the_first_of_its_seed():
 
 
 def test_no_k3_in_common_is_said_beside_the_reward():
-    found = both([1e-3] * 40, [None] * 40).sentences()
+    found = sentences_of([both([1e-3] * 40, [None] * 40)])
     assert found[1].startswith("Reward, second half: 0.50 in off, 0.50 in r3")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of numpy: mean of nothing
@@ -161,7 +159,7 @@ def test_arms_of_different_length_are_compared_over_the_shorter():
     found = both([1e-3] * 60, [1e-5] * 40, *rewards)
     assert found.reward == (0.0, 0.5)
     words = "off has 60 steps, r3 40: only the first 40 of both are compared."
-    assert found.sentences()[0] == words
+    assert sentences_of([found])[0] == words
 
 
 def test_table_has_first_and_last_tenths_and_leaves_holes_empty():
@@ -194,7 +192,7 @@ def test_arms_that_differ_in_replay_alone_are_called_by_it():
     assert headline(arms(*unknown)) == "Arms compared: off, r3"
     more = [*two, *(run(each.name, [2e-3], [0.5], 1, labels=LABELS) for each in two)]
     assert headline(more) == "Replay: 31 of 81 steps above 1e-3 without, 1 with"  # of both seeds
-    mean, reward = contrasts(two)[0].sentences()
+    mean, reward = sentences_of([contrasts(two)[0]])
     assert mean.startswith("Mean k3 is 7.56e-4 without replay and 1e-5 with replay: 75.6 times")
     assert mean.endswith("The median step has 1e-5 and 1e-5; 30 and 0 of 80 steps are above 1e-3.")
     assert reward.startswith("Reward, second half: 0.50 without replay, 0.50 with replay")

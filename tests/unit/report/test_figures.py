@@ -24,8 +24,7 @@ from onepolicy.report.figures.parts import (
     Series,
 )
 from onepolicy.report.figures.routing import per_layer
-from onepolicy.report.figures.tokens import extreme_tokens, subsample, tails_of
-from onepolicy.report.outcome import outcome
+from onepolicy.report.figures.tokens import extreme_tokens, subsample
 from onepolicy.report.run import load_run
 from onepolicy.report.run_page import (
     k3_by_age,
@@ -37,7 +36,7 @@ from onepolicy.report.run_page import (
     token_figures,
     write_report,
 )
-from onepolicy.report.words import verdict
+from onepolicy.report.run_summary import outcome
 from onepolicy.run.summary import summarise
 from support.report_run import make_fixture_run
 
@@ -114,10 +113,8 @@ def test_verdict_and_comparison_by_hand(copy):
     (copy / "summary.json").write_text(json.dumps(summary))
     page, first = html.unescape(page_of(copy)), outcome(summary)
     assert first.startswith("The policy crashed at step 9")
-    sentences = verdict(summary)
-    assert "(cut by 4\u00d7, one probe)" in sentences[-1]
-    assert all(sentence in page for sentence in sentences)
-    order = [page.index(part) for part in ("<h1>", first, "Reward rose from", 'class="tiles"')]
+    assert "4\u00d7, one probe" in page
+    order = [page.index(part) for part in ("<h1>", first, 'class="tiles"', "0.25 \u2192 0.75")]
     assert order == sorted(order)
     cells = ("Routes that would differ", "1%", "5%", "2%", "\u2013")
     row = "".join(f"<td>{cell}</td>" for cell in cells)
@@ -250,7 +247,7 @@ def test_f_tau_by_hand(copy):
     native = [-2 + math.log(ratio) for ratio in (1.0, 1.5, 3.0, 1 / 3)]
     logp = {"logp_rollout": [-2.0] * 4, "logp_trainer": [-2.0] * 4}
     pairs = pairs_of(probe_run(copy, **logp, logp_trainer_native=native))
-    figure = extreme_tokens(tails_of(pairs))
+    figure = extreme_tokens([each.tail() for each in pairs])
     assert isinstance(figure, Figure)
     # 5 is off the axis: the largest ratio is 3
     replayed, native, *replayed_spots, at_125, at_2 = figure.data

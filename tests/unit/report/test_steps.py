@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from onepolicy.report.arm_run import ArmRun
 from onepolicy.report.comparison import figures
+from onepolicy.report.contrast import ArmRun
 from onepolicy.report.figures.parts import ARMS, ROLLOUT, TRAINER, Series
 from onepolicy.report.figures.steps import (
     over_steps,

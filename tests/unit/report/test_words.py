@@ -1,4 +1,4 @@
-"""summary.json in words and in the terminal."""
+"""summary.json in words: the card and the table that page and terminal show."""
 
 import io
 import math
@@ -6,19 +6,17 @@ import math
 import pytest
 from rich.console import Console
 
-from onepolicy.notation import counted, number, with_error
-from onepolicy.report.outcome import outcome
-from onepolicy.report.terminal import summary_table
-from onepolicy.report.words import (
+from onepolicy.notation import counted, ends, number, with_error
+from onepolicy.report.run_summary import (
     COMPARISON_HEADER,
-    comparison,
+    card,
     comparison_table,
-    course,
     describe_overlap,
-    factor,
+    outcome,
     time_shares,
-    verdict,
 )
+from onepolicy.report.terminal import summary_parts
+from onepolicy.report.words import course, factor
 from onepolicy.verdict.bug_signatures import Diagnosis
 from onepolicy.verdict.rules import Gap
 from onepolicy.verdict.rules import verdict as audit_verdict
@@ -47,9 +45,18 @@ SUMMARY = {
 
 
 def shown(summary: dict) -> str:
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(summary_table(summary))
+    console = Console(width=140, record=True, file=io.StringIO())
+    for part in summary_parts(summary):
+        console.print(part)
     return console.export_text()
+
+
+def tiles(summary: dict) -> dict:
+    return {name: (value, more) for name, value, more, _ in card(summary).tiles}
+
+
+def comparison(summary: dict) -> list:
+    return list(comparison_table(summary).rows)
 
 
 def words_of(summary: dict) -> str:
@@ -64,24 +71,22 @@ LARGE = SUMMARY | {
 }
 
 
-def test_sentences():
-    small = (
-        "Without \u2192 with replay, on 2 probe batches scored both ways: k3 6e-6 \u2192 2e-6 "
-        "(too small to matter); F(2) 0.02% \u2192 0%; routes that would differ "
-        "3.3% \u2192 3%; experts that ran with it: 100% the rollout's."
-    )
-    assert verdict(SUMMARY) == [
-        "Reward rose from 0.45 to 0.91 over 120 steps.",
-        "The best greedy held-out accuracy is 0.94, at step 110.",
-        "It did not crash.",
-        small,
-    ]
+def test_each_fact_has_one_place():
+    """The outcome and the tiles are not told a second time below."""
+    assert tiles(SUMMARY) == {
+        "Reward": ("0.45 \u2192 0.91", "over 120 steps"),
+        "Greedy held-out accuracy": ("0.50 \u2192 0.92", "best 0.94 at step 110"),
+        "Crash": ("none", ""),
+        "Mean k3, as trained": ("3e-6", "nats per token: too small to matter"),
+        "Tokens per second, with prompts": ("5,210", "rollout 50%, update 25%, score 8% of 1.2 s"),
+    }
+    assert list(card(SUMMARY).lines) == []
 
 
 def test_one_step_is_no_course():
     one = {"steps": 1, "reward_first": 0.5, "reward_last": 0.5, "replay": "off"}
     one["mismatch"] = {"mismatch/k3": 2e-3, "mismatch/f2": 1e-3}
-    assert verdict(one)[0] == "Reward was 0.5 in the only step."
+    assert tiles(one)["Reward"] == ("0.5 \u2192 0.5", "over 1 step")
     assert outcome(one).startswith("One step does not show whether the policy learns: reward 0.5.")
 
 
@@ -99,11 +104,11 @@ def test_columns_without_a_value_fold_away():
     """No probe scored a batch both ways."""
     trained = {name: value for name, value in SUMMARY.items() if "probe" not in name}
     del trained["mismatch_without_replay"], trained["k3_cuts"]
-    header, rows = comparison_table(trained)
-    assert header == ("Rollout vs trainer", "All steps, as trained")
-    assert rows[0] == ("k3, nats per token", "3e-6")
-    assert comparison_table(SUMMARY)[0] == COMPARISON_HEADER
-    assert comparison_table(SUMMARY)[1] == comparison(SUMMARY)
+    table = comparison_table(trained)
+    assert table.header == ("Rollout vs trainer", "All steps")
+    assert table.rows[0] == ("k3, nats per token", "3e-6")
+    assert comparison_table(SUMMARY).header == COMPARISON_HEADER
+    assert comparison_table({"steps": 3}) is None
 
 
 def test_a_cut_is_an_interval_over_three_scored_steps_or_more(subtests):
@@ -114,14 +119,13 @@ def test_a_cut_is_an_interval_over_three_scored_steps_or_more(subtests):
     ]:
         summary = LARGE | {"probe_steps": probes, "k3_cuts": cuts}
         with subtests.test(cut):
-            assert f"k3 6e-3 \u2192 2e-3 (cut by {cut}); F(2)" in verdict(summary)[-1]
-            assert comparison(summary)[0][-1] == cut
+            assert comparison(summary)[0][1:] == ("3e-3", "6e-3", "2e-3", cut)
             assert "to 2e-3 nats a token, larger than in published dense models" in outcome(summary)
-            assert cut in words_of(summary)
+            assert tiles(summary)["Mean k3, as trained"] == ("3e-3", f"replay cuts it by {cut}")
 
 
 def test_negligible_values_have_no_ratio():
-    for text in (*verdict(SUMMARY), shown(SUMMARY), outcome(SUMMARY), str(comparison(SUMMARY))):
+    for text in (shown(SUMMARY), outcome(SUMMARY), str(comparison(SUMMARY))):
         assert "\u00d7)" not in text
         assert "3\u00d7" not in text
     assert [row[-1] for row in comparison(SUMMARY)] == ["too small to matter", *["\u2013"] * 3]
@@ -133,7 +137,7 @@ def test_other_choices_of_the_trainer_are_not_cut():
     rows = {row[0]: row for row in comparison(LARGE)}
     assert rows["Routes that would differ"][-1] == "\u2013"
     assert rows["Experts that ran"][3] == "100% the rollout's"
-    assert "3.3% without \u2192 3% with replay" in shown(LARGE)
+    assert rows["Routes that would differ"][2:4] == ("3.3%", "3%")
     assert "1.1\u00d7" not in shown(LARGE)
 
 
@@ -143,7 +147,7 @@ NOTHING = {"learnt": "nothing", "verdict": "Nothing was learnt from rewards: x."
 NO_EVALUATION = {"eval_first": None, "eval_last": None, "eval_best": None}
 REPLAY_OFF = {"replay": "off", "mismatch_without_replay": {}, "mismatch_at_probes": {}}
 GREEDY = "greedy held-out accuracy"
-LEARNT = f"learnt: {GREEDY} rose from 0.5 to 0.92"
+LEARNT = f"learnt: {GREEDY} rose from 0.50 to 0.92"
 FELL = f"{GREEDY} fell from 0.5 to"
 UNCHANGED = f"hardly changed: {GREEDY} stayed near"
 
@@ -171,13 +175,13 @@ def test_the_outcome_comes_first_in_two_sentences(subtests):
             summary = SUMMARY | change
             assert outcome(summary) == sentence
             told = words_of(summary)
-            assert told.index("verdict") < told.index(sentence[:20]) < told.index("reward ")
+            assert told.index(sentence[:20]) == 0
 
 
 def test_both_accuracies_are_named_where_one_rose_and_the_other_fell():
     ends = {"sampled_first": {"step": 0, "value": 0.36}, "sampled_last": {"step": 9, "value": 0.9}}
     fell = SUMMARY | last(0.3) | ends
-    words = "fell from 0.5 to 0.3, the sampled one rose from 0.36 to 0.9."
+    words = "fell from 0.5 to 0.3, the sampled one rose from 0.36 to 0.90."
     assert outcome(fell) == f"{GREEDY.capitalize()} {words} {SMALL}"
     assert "The policy learnt: greedy" in outcome(SUMMARY | ends)  # both rose
     few = fell | {"sampled_answers": 4}  # a difference of 0.54 has an error of 0.34
@@ -227,35 +231,36 @@ def test_the_size_of_a_gap_in_the_outcome(subtests):
 def test_groups_without_signal_have_one_line():
     half = SUMMARY | {"groups_without_signal": 0.5}
     line = "50% at the end; all rewards of such a group are equal, so it teaches nothing"
-    assert f"Groups without signal: {line}." in verdict(half)
+    assert f"Groups without signal: {line}." in card(half).lines
     assert line in words_of(half)
     for none in ({}, {"groups_without_signal": 0.0}, {"groups_without_signal": None}):
-        assert "signal" not in shown(SUMMARY | none) + " ".join(verdict(SUMMARY | none))
+        assert "signal" not in shown(SUMMARY | none)
 
 
-OFF = "Rollout routes were not replayed; k3 averaged 3e-6, too small to matter."
-ON = "Replay was on and k3 averaged 3e-6, too small to matter; no probe measured it without."
-SENTENCES = [
-    ({"parent": {"run": "runs/base", "step": 40}}, "Continued from runs/base at step 40."),
-    ({"reward_last": 0.2}, "Reward fell from 0.45 to 0.2 over 120 steps."),
-    ({"eval_best": None}, "No evaluation was run, so a crash would not have been seen."),
-    ({"crash_step": 80}, "It crashed at step 80."),
-    ({"mismatch": {}}, "The mismatch of rollout and trainer was not measured."),
-    ({"replay": "off", "mismatch_without_replay": {}}, OFF),
-    ({"mismatch_without_replay": {}}, ON),
-]
-
-
-def test_sentence_of_each_case(subtests):
-    for change, sentence in SENTENCES:
+def test_what_no_tile_says(subtests):
+    saved = {"time": SUMMARY["time"] | {"score_saved": 0.25}}
+    for change, sentence in [
+        ({"parent": {"run": "runs/base", "step": 40}}, "Continued from runs/base at step 40."),
+        ({"updates_skipped": 2.0}, "Updates skipped: 2, their gradients were not finite."),
+        (saved, "Scoring left out: about 0.25 s per step saved, the rollout is the behaviour"),
+        ({"nothing_learnt": NOTHING | {"why": ["a", "b"], "silent": 3, "steps": 3}}, "a b"),
+    ]:
         with subtests.test(sentence):
-            assert sentence in verdict(SUMMARY | change)
+            (line,) = card(SUMMARY | change).lines
+            assert line.startswith(sentence)
+            assert line in words_of(SUMMARY | change)
+
+
+def test_a_crash_has_a_tile():
+    assert tiles(SUMMARY | {"crash_step": 80})["Crash"][0] == "step 80"
+    unseen = tiles(SUMMARY | NO_EVALUATION)["Crash"]
+    assert unseen == ("\u2013", "no evaluation was run, so none would have been seen")
 
 
 def test_a_gap_that_replay_widens_is_reported():
     without = {"mismatch/k3": 1e-3, "mismatch/f2": 0.0, "routing/routers": 0.03}
     worse = LARGE | {"mismatch_without_replay": without}
-    assert "k3 1e-3 \u2192 2e-3 (2\u00d7 more, two probes)" in verdict(worse)[-1]
+    assert comparison(worse)[0][1:] == ("3e-3", "1e-3", "2e-3", "2\u00d7 more, two probes")
     assert "trainer is larger with replay, from k3 1e-3 to 2e-3 nats" in outcome(worse)
 
 
@@ -270,6 +275,13 @@ def test_numbers_shares_and_factors():
     shares = {0.0: "0%", 0.0325: "3.25%", 1.0: "100%", 4e-7: "<0.01%", 0.07: "7%"}
     shares |= {0.1998: "20.0%", 0.9994: "99.9%", 0.99996: ">99.9%"}
     assert [number(value, share=True) for value in shares] == list(shares.values())
+
+
+def test_both_ends_of_a_course_have_the_same_decimals():
+    pairs = {(0.45, 0.9): ("0.45", "0.90"), (0.0, 0.125): ("0.000", "0.125")}
+    pairs |= {(0.5, None): ("0.5", "\N{EN DASH}"), (0.5, 4e-6): ("0.5", "4e-6"), (3, 4): ("3", "4")}
+    pairs |= {(0.274, 0.0612): ("0.274", "0.0612")}
+    assert {pair: ends(*pair) for pair in pairs} == pairs
 
 
 def test_a_value_and_its_error_end_at_one_place_in_one_notation():
@@ -315,26 +327,23 @@ def test_time_shares():
     # time saved by bypass is no part of the step
     summary = SUMMARY | {"time": SUMMARY["time"] | {"score": 0.0, "score_saved": 0.25}}
     assert time_shares(summary) == "rollout 50%, update 25% of 1.2 s"
-    assert "about 0.25 s per step saved" in shown(summary)
-    assert "saved" not in shown(SUMMARY)
 
 
-def test_terminal():
+def test_the_terminal_shows_what_the_page_begins_with():
     text = shown(SUMMARY)
-    for part in (
-        "120 steps", "0.45 \u2192 0.91", GREEDY, "0.5 \u2192 0.92, best 0.94 at "
-        "step 110", "none",
-        "6e-6 without \u2192 2e-6 with replay  (too small",
-        "3.3% without \u2192 3% with replay", "rollout 50%", "5,210", "runs/first/report.html",
-    ):  # fmt: skip
-        assert part in text
+    assert text.startswith(outcome(SUMMARY)[:100])
+    said = [part for tile in card(SUMMARY).tiles for part in tile[:3]]
+    for cell in (*said, *COMPARISON_HEADER, *sum(comparison(SUMMARY), ())):
+        assert cell in words_of(SUMMARY)
+    assert "report: runs/first/report.html" in text
+    red = SUMMARY | {"pressure": "noise on its routers"}
+    assert shown(red).startswith("Not a real engine: noise on its routers.")
 
 
 def test_the_terminal_leaves_out_missing_values():
-    assert "at step 2" in shown(SUMMARY | {"crash_step": 2})
     # never evaluated: no crash could be seen
     text = shown({"steps": 3, "eval_best": None, "crash_step": None})
-    for part in ("crash", "reward", "evaluation", "k3", "tokens", "continued", "None"):
+    for part in ("Reward", "accuracy", "k3", "Tokens", "Continued", "None"):
         assert part not in text
     text = shown(SUMMARY | REPLAY_OFF)
     assert "3e-6" in text
@@ -348,7 +357,7 @@ COURSES = [
     ([0.3], "is 0.3 nats, measured once"),
     ([0.3, math.nan, 0.3], "is 0.3 nats throughout"),
     ([0.6] * 9 + [0.1] * 9, "falls 6-fold, from 0.6 to 0.1 nats"),
-    ([0.3] * 9 + [0.0] * 9, "falls from 0.3 to 0 nats"),
+    ([0.3] * 9 + [0.0] * 9, "falls from 0.3 to 0.0 nats"),
     ([0.3] * 9 + [0.4] * 9, "rises from 0.3 to 0.4 nats"),
     ([0.3, 0.31] * 9, "stays near 0.306 nats"),
     ([0.3] * 9 + [0.01] + [0.3] * 9, f"{AGAIN} 0.01 to 0.3 between"),

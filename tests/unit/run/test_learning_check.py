@@ -9,8 +9,8 @@ from rich.console import Console
 
 from onepolicy.config import resolve
 from onepolicy.report.run_page import write_report
-from onepolicy.report.terminal import summary_table
-from onepolicy.report.words import unlearnt
+from onepolicy.report.run_summary import unlearnt
+from onepolicy.report.terminal import summary_parts
 from onepolicy.run.learning_check import EXCERPT, PATIENCE, LearningMonitor, nothing_learnt
 from onepolicy.run.summary import summarise
 from onepolicy.run.train_command import terminal_progress
@@ -236,7 +236,8 @@ def test_a_models_text_is_no_markup_of_the_terminal(capsys):
 def shown(summary):
     text = StringIO()
     console = Console(file=text, width=200, color_system="truecolor", force_terminal=True)
-    console.print(summary_table(summary))
+    for part in summary_parts(summary):
+        console.print(part)
     return text.getvalue()
 
 
@@ -247,7 +248,7 @@ def test_the_summary_in_the_terminal_puts_it_first(tmp_path):
     rows = [row(s) | ({"eval/greedy": 0.0} if s % 2 == 0 else {}) for s in range(1, 9)]
     config = config_of("eval.every=2", "eval.greedy=true")
     text = shown(summarise(config, rows, tmp_path, None))
-    assert text.index("Nothing was learnt from rewards") < text.index("reward  ")
+    assert text.index("Nothing was learnt from rewards") < text.index("Reward  ")
     assert GREEN not in text
     lively = {"train/groups_without_signal": 0.5, "train/grad_norm": 1.0}
     healthy = summarise(config, [each | lively for each in rows], tmp_path, None)
@@ -265,7 +266,6 @@ def test_the_report_puts_it_first_and_does_not_reassure(tmp_path):
     (run / "summary.json").write_text(json.dumps(summarise(config, rows, run, None)))
     page = write_report(run).read_text()
     verdict = page.index("Nothing was learnt from rewards: no group had two different rewards")
-    assert verdict < page.index("Reward stayed at 0 over")
     assert verdict < page.index(">nothing<")
     for comfort in ("Reward rises", "The policy learnt"):
         assert comfort in healthy

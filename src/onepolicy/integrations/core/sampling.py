@@ -58,6 +58,8 @@ CHANGING: dict[str, tuple[Any, ...]] = {
 WARPERS = {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "do_sample"}
 WARPERS |= {"epsilon_cutoff", "eta_cutoff"}
 """Those that act after the log-probabilities that onepolicy records in generate()."""
+CUTTING = {"top_p", "top_k", "min_p"}
+"""Those that do not change a ratio where the trainer scores over the tokens that they leave."""
 SEARCHING: dict[str, tuple[Any, ...]] = {
     "num_beams": ONE,
     "num_beam_groups": ONE,
@@ -116,6 +118,8 @@ def check_sampling(
     *,
     scored_at: float | None = None,
     recorded: bool = False,
+    over_supports: bool = False,
+    no_supports: str = "",
     leave_out: str = "the correction",
 ) -> None:
     """Refuse sampling beside which a correction's ratios are wrong; note it without one.
@@ -129,6 +133,8 @@ def check_sampling(
         scored_at: temperature of the trainer's softmax; None: the sampler's, whatever it is.
         recorded: onepolicy records routes and log-probabilities while generate() of transformers
             samples.
+        over_supports: the trainer scores over the tokens that each token was drawn from.
+        no_supports: the reason why it cannot, for the message.
         leave_out: the caller's name of the correction.
     """
     known = {one.name: one for one in sampled}
@@ -144,6 +150,11 @@ def check_sampling(
             f"at a time; {_fix(searched)}",
         )
     changed = _that_act(known, CHANGING)
+    if over_supports:
+        changed = [(one, value) for one, value in changed if one.name not in CUTTING]
+    reason = ""
+    if no_supports and any(one.name in CUTTING for one, _ in changed):
+        reason = f" ({no_supports})"
     if recorded:  # transformers takes no -1
         changed = [(one, 0 if one.name == "top_k" else value) for one, value in changed]
     temperature = known.get("temperature")
@@ -155,8 +166,8 @@ def check_sampling(
             not changed,
             found=_found(changed),
             fix="the trainer's softmax is over all tokens, of unchanged logits, at its own "
-            f"temperature, so every ratio would be wrong; {_fix(changed)}, or leave {leave_out} "
-            "out",
+            f"temperature, so every ratio would be wrong{reason}; {_fix(changed)}, or leave "
+            f"{leave_out} out",
         )
     elif changed:
         effect = "mismatch/* compare two distributions, and so does a ratio of the trainer's own"

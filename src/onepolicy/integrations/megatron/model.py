@@ -89,7 +89,7 @@ def replay(
         batch: B, samples of the micro-batch; 1 for packed sequences.
         native: also keep the routers' own choice, for `native()` and `check_alignment()`.
         check: when the context is left, compare the routes of every sample with the routers' own
-            choice, see docs/replay_checks.md.
+            choice, see docs/replay.md.
 
     Raises:
         UsageError: as of `routers_of`; the trace is not one of this model; its rows are not those

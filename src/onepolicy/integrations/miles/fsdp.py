@@ -5,7 +5,7 @@ others `install` here binds the routers and keeps miles' bookkeeping: one queue 
 miles from the rollout, taken in the order of the forwards. The differences: rows of -1 are routed
 by the model itself (miles replays the experts 0 .. K-1), recomputes of activation checkpoints carry
 the replay of their forward (miles takes from the queue a second time), and every sample's routes
-are compared with the routers' own choice in every forward (docs/replay_checks.md).
+are compared with the routers' own choice in every forward (docs/replay.md).
 """
 
 from __future__ import annotations

@@ -116,6 +116,10 @@ def check_settings(cfg: Any, settings: Settings) -> Preflight:
         _sampling_of(cfg),
         correction,
         scored_at=getattr(algorithm, "temperature", None),
+        over_supports=_scores_over_supports(cfg),
+        no_supports="SkyRL scores over what they leave with "
+        "trainer.algorithm.enable_sample_support_replay=true and "
+        "generator.inference_engine.enable_return_sample_support_set=true",
         leave_out="`correction`",
     )
     if correction is None:
@@ -170,6 +174,14 @@ def check_settings(cfg: Any, settings: Settings) -> Preflight:
         fix="this loss compares with the rollout itself; use regular, or leave `correction` out",
     )
     return report
+
+
+def _scores_over_supports(cfg: Any) -> bool:
+    """Return whether SkyRL's own scoring and loss are over the tokens that the engine returns."""
+    engine = getattr(getattr(cfg, "generator", None), "inference_engine", None)
+    returned = getattr(engine, "enable_return_sample_support_set", False)
+    algorithm = cfg.trainer.algorithm
+    return bool(returned and getattr(algorithm, "enable_sample_support_replay", False))
 
 
 def _sampling_of(cfg: Any) -> Iterator[Sampled]:

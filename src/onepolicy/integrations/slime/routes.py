@@ -17,7 +17,7 @@ def check_samples(args: Any, samples: Sequence[Any], *_: Any, **__: Any) -> None
     """Check the routes of every finished sample. --rollout-all-samples-process-path, in both.
 
     Only the trainer's forward can tell whether these are the routes of these tokens
-    (docs/replay_checks.md). Without a model the number of rows can be checked, ids, layers that
+    (docs/replay.md). Without a model the number of rows can be checked, ids, layers that
     were not captured, and rows that a buffer repeats. Those of a sample that is masked out
     (`remove_sample`) may be anything, but must be there: Megatron replays them too.
 

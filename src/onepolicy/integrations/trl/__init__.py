@@ -1,4 +1,4 @@
-"""onepolicy in TRL's GRPOTrainer and RLOOTrainer (TRL 1.16). docs/trl.md is the guide.
+"""onepolicy in TRL's GRPOTrainer and RLOOTrainer (TRL 1.16). docs/trainers.md is the guide.
 
     import onepolicy.integrations.trl as op_trl
 

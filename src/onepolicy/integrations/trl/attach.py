@@ -58,7 +58,7 @@ def attach(
         form: payload form of the routes that a `rollout_func` returns as `routed_experts`, or that
             vLLM does (`integrations.core.payload`).
         check: compare every sample's routes with the routers' own choice in every forward
-            (docs/replay_checks.md).
+            (docs/replay.md).
         on_mismatch: "stop" raises at the first sample whose routes are wrong. "drop" lets the
             trainer route such a sample itself, and counts it (`replay/dropped_samples`).
 

@@ -54,6 +54,7 @@ def check_trainer(trainer: Any, settings: TrlSettings) -> Preflight:
         settings.correction,
         scored_at=getattr(trainer, "temperature", None),
         recorded=samples_itself(trainer),
+        no_supports="TRL takes no tokens that they leave from its engines",
         leave_out="`correction`",
     )
     _check_scoring(trainer, settings, report)

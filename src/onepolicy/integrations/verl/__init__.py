@@ -10,7 +10,7 @@ that have a registry, and registers there once they are imported:
 | `verl.trainer.ppo.v1` | trainers `onepolicy_sync`, .. | `trainer.v1.trainer_mode=onepolicy_sync` |
 | `verl.trainer.ppo.core_algos` | loss `onepolicy` | `policy_loss.loss_mode=onepolicy` |
 
-docs/verl.md has the settings.
+docs/trainers.md has the settings.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ def check_config(config: Any, settings: Settings, environment: Mapping[str, str]
         report,
         _sampling_of(rollout),
         settings.correction,
+        no_supports="verl's batch has no field for the tokens that they leave",
         leave_out="trainer.onepolicy.correction",
     )
     return report

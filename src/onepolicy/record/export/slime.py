@@ -25,9 +25,12 @@ from onepolicy.errors import UsageError, short_repr
 from onepolicy.record.arrays import as_numpy, check_plain_tensor, load_pt
 from onepolicy.record.export import write_step
 from onepolicy.record.read import read_bounded
+from onepolicy.record.schema import COLUMNS
+from onepolicy.record.trainers import TRAINERS
 
 LARGEST_INT = 2**31 - 1
-PER_TOKEN = {"log_probs": "logp_trainer", "rollout_log_probs": "logp_rollout", "loss_masks": "mask"}
+NAMES = TRAINERS["miles"].names
+NEEDED = [theirs for ours, theirs in NAMES.items() if COLUMNS[ours].required]
 
 
 def convert(source: Path | str, folder: Path | str) -> int:
@@ -96,7 +99,7 @@ def iterate_samples(path: Path, loaded: Mapping[str, Any]) -> Iterator[Mapping[s
 
 def _rollout_columns(path: Path, data: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the columns of miles' rollout_data that are there, by slime's names."""
-    names = {name: name for name in ("tokens", "entropy", "weight_versions", *PER_TOKEN)}
+    names = {name: name for name in (*NAMES.values(), "weight_versions")}
     names["sample_index"] = "sample_indices"
     columns = {
         ours: _expect(path, data[theirs], list, theirs)
@@ -115,11 +118,14 @@ def sample_row(
 
     Log-probabilities and the mask belong to its last tokens.
     """
-    missing = [name for name in (*PER_TOKEN, "tokens") if name not in sample]
+    missing = [name for name in NEEDED if name not in sample]
     if missing:
         raise UsageError(f"{path}: samples have no {', '.join(missing)}")
-    names = PER_TOKEN | {name: name for name in ("tokens", "entropy") if name in sample}
-    arrays = {ours: _numbers(path, theirs, sample[theirs]) for theirs, ours in names.items()}
+    arrays = {
+        ours: _numbers(path, theirs, sample[theirs])
+        for ours, theirs in NAMES.items()
+        if theirs in sample
+    }
     arrays["tokens"] = arrays["tokens"][max(0, len(arrays["tokens"]) - len(arrays["mask"])) :]
     versions = sample.get("weight_versions")  # strings, one per turn
     if isinstance(versions, list):

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.record.export import write_step
+from onepolicy.record.trainers import TRAINERS
+
+TRAINER = TRAINERS["trl"]
 
 
 def export(trainer: Any, folder: Path | str) -> None:
@@ -81,13 +84,11 @@ def generation_rows(
     trainer: Any, generation: dict[str, Any], step: int, rewards: list[float]
 ) -> list[dict[str, Any]]:
     """Score a generation and return its rows. Raises UsageError without log-probabilities."""
-    logp_rollout = generation.get("sampling_per_token_logps")
+    theirs = TRAINER.names["logp_rollout"]
+    logp_rollout = generation.get(theirs)
     if logp_rollout is None:
-        raise UsageError(
-            "TRL: no sampling log-probabilities; set use_vllm=True, or return them from a "
-            "rollout_func"
-        )
-    ids, completion_mask = generation["completion_ids"], generation["completion_mask"]
+        raise UsageError(f"TRL: no sampling log-probabilities; {TRAINER.fixes[theirs]}")
+    ids, completion_mask = generation[TRAINER.names["tokens"]], generation[TRAINER.names["mask"]]
     logp_trainer, entropy = trainer._get_per_token_logps_and_entropies(
         trainer.model,
         torch.cat([generation["prompt_ids"], ids], 1),
@@ -102,7 +103,7 @@ def generation_rows(
 
 def response_mask(generation: Mapping[str, Any]) -> Tensor:
     """Return [B, T] bool: the tokens that the policy sampled, without tool output and padding."""
-    mask: Tensor = generation["completion_mask"].bool()
+    mask: Tensor = generation[TRAINER.names["mask"]].bool()
     tool_mask = generation.get("tool_mask")
     if tool_mask is not None:
         mask = mask & tool_mask.bool()
@@ -120,9 +121,9 @@ def response_rows(
     TRL sets NaN for tokens that vLLM could not score. They stay in the mask: the audit leaves them
     out and counts them.
     """
-    given = {"tokens": generation["completion_ids"], "mask": response_mask(generation)}
+    given = {"tokens": generation[TRAINER.names["tokens"]], "mask": response_mask(generation)}
     listed = {name: value.cpu().tolist() for name, value in {**given, **columns}.items()}
-    lengths = generation["completion_mask"].sum(1).tolist()
+    lengths = generation[TRAINER.names["mask"]].sum(1).tolist()
     return [
         {name: value[i][:length] for name, value in listed.items()}
         | {"step": step, "reward": rewards[i]}

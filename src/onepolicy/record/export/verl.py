@@ -19,22 +19,17 @@ from typing import Any
 
 from onepolicy.config import UsageError
 from onepolicy.record.export import write_step
+from onepolicy.record.schema import COLUMNS
+from onepolicy.record.trainers import TRAINERS
 
-NEEDED = ("responses", "response_mask", "rollout_log_probs", "old_log_probs")
-OPTIONAL = {"entropys": "entropy", "entropy": "entropy"}  # of the legacy and the V1 trainer
-FIXES = {
-    "rollout_log_probs": "set actor_rollout_ref.rollout.calculate_log_probs=true",
-    "old_log_probs": (
-        "export after the trainer has scored the batch; with bypass_mode it never does"
-    ),
-    "response_mask": "verl sets it with compute_response_mask(batch)",
-}
+TRAINER = TRAINERS["verl"]
+ENTROPIES = ("entropys", "entropy")  # of the legacy and the V1 trainer
 
 
 def export(batch: Any, folder: Path | str, step: int) -> Path:
     """Write a DataProto with [B, R] tensors, padded on the right, as one step.
 
-    Raises UsageError if one of NEEDED is missing.
+    Raises UsageError if it lacks a required column.
     """
     return write_step(folder, step, batch_rows(batch, step), framework="verl")
 
@@ -42,17 +37,14 @@ def export(batch: Any, folder: Path | str, step: int) -> Path:
 def batch_rows(batch: Any, step: int) -> list[dict[str, Any]]:
     """Return the rows of a DataProto."""
     tensors, extra = batch.batch, batch.non_tensor_batch
-    for name in NEEDED:
-        if name not in tensors:
-            fix = FIXES.get(name, "is this a batch after generation?")
-            raise UsageError(f"verl batch: no {name}; {fix}")
-    names = {
-        "responses": "tokens",
-        "response_mask": "mask",
-        "rollout_log_probs": "logp_rollout",
-        "old_log_probs": "logp_trainer",
-    } | {theirs: ours for theirs, ours in OPTIONAL.items() if theirs in tensors}
-    listed = {ours: tensors[theirs].cpu().tolist() for theirs, ours in names.items()}
+    names = dict(TRAINER.names)
+    names["entropy"] = next((name for name in ENTROPIES if name in tensors), "")
+    for ours, theirs in names.items():
+        if COLUMNS[ours].required and theirs not in tensors:
+            raise UsageError(f"verl batch: no {theirs}; {TRAINER.fixes[theirs]}")
+    listed = {
+        ours: tensors[theirs].cpu().tolist() for ours, theirs in names.items() if theirs in tensors
+    }
     width = tensors["responses"].shape[1]
     lengths = [width] * len(tensors["responses"])
     if "attention_mask" in tensors:  # of prompt and response

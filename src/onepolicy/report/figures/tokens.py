@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from onepolicy.divergence.logprob import Mismatch, mismatch
+from onepolicy.correct.report import BINS_PER_SIGN, GROWTH, SMALLEST, histogram
 from onepolicy.notation import counted, number
+from onepolicy.record.statistics import Statistics
 from onepolicy.report.figures.parts import (
     RHO,
     TAU,
@@ -35,7 +37,35 @@ from onepolicy.verdict.rules import QUIET_KL
 MAX_POINTS = 20_000  # of all scatters together: SVG stays usable
 KEPT_EXTREMES = 500  # per scatter; the rest is a random subsample
 MARKED = (1.25, 2.0, 5.0)
+EDGES = np.concatenate([[0.0], SMALLEST * GROWTH ** np.arange(BINS_PER_SIGN + 1)])
+"""[BINS_PER_SIGN + 2] of |log rho|: rank r of a histogram holds [EDGES[r], EDGES[r + 1])."""
+LEAST_TAU = 1.001  # where the curve of F(tau) begins
 ORDINARY = LineStyle("@ink", "dot", "circle", "")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """n > 0 sampled tokens of one scoring, run or dump, under both sides."""
+
+    label: str
+    style: LineStyle
+    trainer: Array  # [n] finite log-probabilities
+    rollout: Array
+    segment: Array | None = None  # [n] integers, sample of each token; None: of one sample
+
+    @functools.cached_property
+    def statistics(self) -> Statistics:
+        segment = self.segment
+        if segment is None:
+            segment = np.zeros(len(self.trainer), np.int64)
+        trainer, rollout = self.trainer.astype(np.float64), self.rollout.astype(np.float64)
+        return Statistics.of(trainer, rollout, segment)
+
+    def tail(self) -> Tail:
+        """Return F(tau) of these tokens."""
+        log_rho = self.trainer.astype(np.float64) - self.rollout
+        counts = histogram(torch.from_numpy(log_rho))
+        return Tail.of(self.label, self.style, self.statistics, counts)
 
 
 @dataclass(frozen=True)
@@ -46,26 +76,27 @@ class Tail:
     marked: tuple[float, ...]
     tokens: int = 0
 
+    @classmethod
+    def of(cls, label: str, style: LineStyle, found: Statistics, counts: torch.Tensor) -> Tail:
+        """Return F(tau) of tokens with these statistics and this histogram of log rho."""
+        taus, shares = extreme_curve(counts)
+        first = int(np.searchsorted(taus, LEAST_TAU))
+        shown = slice(first, max(first, int((shares > 0).sum())) + 1)  # to the first 0
+        curve = Series(label, style, shares[shown].tolist(), taus[shown].tolist())
+        values = found.statistics()
+        return cls(curve, tuple(values[f"f{tau:g}"] for tau in MARKED), found.tokens)
 
-def mismatch_of(pairs: Series) -> Mismatch:
-    """Return the mismatch of tokens. x: log-probabilities of the rollout, y: of the trainer."""
-    rollout, trainer = torch.from_numpy(pairs.x), torch.from_numpy(pairs.y)
-    return mismatch(trainer, rollout, torch.ones_like(rollout, dtype=torch.bool))
 
+def extreme_curve(counts: torch.Tensor) -> tuple[Array, Array]:
+    """Return tau and F(tau) at every bin edge of a histogram of log rho (correct/report.py).
 
-def tails_of(pairs: Sequence[Series]) -> list[Tail]:
-    """Return F(tau) of the tokens of each scoring, up to the largest ratio of all."""
-    found = [mismatch_of(each) for each in pairs]
-    end = max(2.5, math.exp(min(max(each.max_dlogp for each in found), 12.0)) * 1.2)
-    grid = (1 + np.geomspace(1e-3, end - 1, 200)).tolist()
-    return [
-        Tail(
-            Series(each.label, each.style, numbers.extreme(grid), grid),
-            tuple(numbers.extreme(MARKED)),
-            numbers.tokens,
-        )
-        for each, numbers in zip(pairs, found, strict=True)
-    ]
+    F(tau) is the share of tokens with max(rho, 1/rho) of at least tau.
+    """
+    middle = len(counts) // 2
+    both_signs = counts[middle:].double()
+    both_signs[1:] += counts[:middle].flip(0)
+    beyond = both_signs.flip(0).cumsum(0).flip(0) / both_signs.sum()
+    return np.exp(EDGES[: len(both_signs)]), beyond.numpy()
 
 
 def extreme_tokens(tails: Sequence[Tail], where: str = "", width: Width = "wide") -> Figure:
@@ -161,11 +192,9 @@ def large_steps(series: Sequence[Series], width: Width = "third") -> Figure:
     return _limited(figure, limits, vertical=True)
 
 
-def scatter(
-    name: str, pairs: Series, budget: int, where: str = "", width: Width = "half"
-) -> Figure:
+def scatter(name: str, pairs: Pairs, budget: int, where: str = "", width: Width = "half") -> Figure:
     """Draw rollout against trainer probability of at most `budget` tokens."""
-    rollout, trainer = (np.exp(side.astype(np.float64)) for side in (pairs.x, pairs.y))
+    rollout, trainer = (np.exp(side.astype(np.float64)) for side in (pairs.rollout, pairs.trainer))
     chosen = subsample(np.abs(trainer - rollout), budget)
     x, y = rollout[chosen].round(5).tolist(), trainer[chosen].round(5).tolist()
     largest, top = max(rollout.max(), trainer.max()), 1.0
@@ -185,7 +214,7 @@ def scatter(
     shown = f"{len(chosen):,} of {count}{where} (the {KEPT_EXTREMES} farthest off, {kept})"
     if len(chosen) == len(rollout):
         shown = f"All {count}{where}"
-    found, pearson = mismatch_of(pairs), "undefined"
+    found, pearson = pairs.statistics, "undefined"
     if math.isfinite(found.pearson):
         pearson = f"{found.pearson:.6f}"
     title = f"Largest difference of probability {number(found.max_dp)}, {pairs.label}"

@@ -5,7 +5,7 @@ A study needs a routing mismatch of a known size. The trainer's router selects b
 weighs the selected experts by W. Then engine and trainer differ in their routes alone, and
 replaying these (R3, arXiv:2510.11370) removes the difference. With kind = runner-up a token's
 router takes the best expert that it left out, with a fixed probability (`runner_up.py`). No engine
-does either: docs/pressure.md.
+does either: docs/evidence_tables.md.
 """
 
 from __future__ import annotations

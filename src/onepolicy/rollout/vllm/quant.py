@@ -64,7 +64,7 @@ def check_quant_device(quant: QuantFormat | None, *, cpu: bool) -> None:
         raise UsageError(
             f"rollout.quant: {quant.format} with vLLM needs a GPU: its CPU build has no kernels "
             "that make e4m3 codes, and its int8 kernels for experts ask for AMX, zentorch or Arm "
-            "(docs/quantised.md); use rollout.engine.kind = hf"
+            "(docs/engines.md); use rollout.engine.kind = hf"
         )
 
 

@@ -217,6 +217,7 @@ class ShardedLearner:
         unread = {
             "entropy",
             "entropy_vocabulary",
+            "logp_vocabulary",
             "displaced",
             "routers_differing",
             "trainer_top_ids",

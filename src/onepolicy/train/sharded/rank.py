@@ -38,6 +38,7 @@ SCORED = (
     "gate_mass",
     "routers_differing",
     "entropy_vocabulary",
+    "logp_vocabulary",
     "displaced",
     "top_logp_old",
     "trainer_top_ids",

@@ -72,6 +72,6 @@ def test_a_run_and_a_resumed_one(task, policy, tmp_path, monkeypatch):
     assert "eval/greedy" in expected[2]
     shutil.copytree(whole, part)
     shutil.rmtree(part / "checkpoints" / "step_00002")  # as if stopped after the first step
-    assert main(["train", "--resume", str(part)]) == 0
+    assert main(["train", "--resume", str(part), f"task.kind={task}"]) == 0
     assert list(map(timeless, rows(part))) == expected
     sys.modules.pop("doubling_v1", None)

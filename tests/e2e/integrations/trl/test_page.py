@@ -1,4 +1,4 @@
-"""docs/trl.md, followed to the end: its code runs, with arguments in the place of `...`."""
+"""TRL in docs/trainers.md, followed: its code runs, with arguments in the place of `...`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from support.trl.tiny import PROMPTS, SETTINGS, CopySampler, reward, tiny_moe
 
 pytestmark = pytest.mark.trl
 MORE = {"output_dir": "out", "max_steps": 2}
-PAGE = (ROOT / "docs" / "trl.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+LOG, TRL = (re.split(r"^## ", PAGE, flags=re.MULTILINE)[at] for at in (1, 2))
 
 
 def blocks():
-    """Return the Python blocks of the page: the start, colocated vLLM, a rollout of one's own."""
-    found = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    """Return the Python blocks of its part: the start, colocated vLLM, a rollout of one's own."""
+    found = re.findall(r"^```python\n(.*?)^```$", TRL, re.DOTALL | re.MULTILINE)
     assert len(found) == 3
     return found
 
@@ -56,10 +57,10 @@ def logged(trainer):
 
 def test_the_start_trains_replays_and_leaves_a_dump_that_the_audit_reads(names, capsys):
     """The whole of the page's first block, then the command that the page is a way to."""
-    exec(compile(filled(blocks()[0]), "docs/trl.md", "exec"), names)
+    exec(compile(filled(blocks()[0]), "docs/trainers.md", "exec"), names)
     rows = logged(names["trainer"])
     assert len(rows) == 2
-    table = re.findall(r"^\| (`[^|]+) \|", PAGE[: PAGE.index("## Where the routes")], re.MULTILINE)
+    table = re.findall(r"^\| (`[^|]+) \|", LOG, re.MULTILINE)
     keys = [key for cell in table for key in re.findall(r"`([\w/]+)`", cell)]
     assert {"mismatch/k3", "mismatch/f2", "routing/agreement", "replay/native_rows"} <= set(keys)
     assert all(key in row for row in rows for key in keys)
@@ -83,7 +84,10 @@ def test_a_rollout_of_ones_own_has_the_keys_of_the_page(names):
         return made[-1]
 
     start = filled(blocks()[0]).replace("**GIVEN", "rollout_func=rollout, **GIVEN")
-    exec(compile(start, "docs/trl.md", "exec"), names | {"rollout": rollout, "model": tiny_moe()})
+    exec(
+        compile(start, "docs/trainers.md", "exec"),
+        names | {"rollout": rollout, "model": tiny_moe()},
+    )
     assert {frozenset(each) for each in made} == {frozenset(keys)}
 
 

@@ -13,7 +13,8 @@ from onepolicy.audit.run import audit
 from onepolicy.cli import main
 from onepolicy.config import UsageError
 from onepolicy.record.export import slime, write_step
-from onepolicy.record.schema import KNOWN_NAMES, parse_columns
+from onepolicy.record.schema import parse_columns
+from onepolicy.record.trainers import TRAINERS
 from support.audit_dumps import gaussian_rows, write_jsonl
 
 capability = pytest.mark.capability
@@ -46,7 +47,9 @@ def test_prime_rl_token_exports_by_their_names(tmp_path, capsys):
         rows = gaussian_rows(5e-3, rows=6, seed=step, entropy=[1.0] * 80)
         for row in rows:
             row["logp_rollout"][:2] = row["logp_trainer"][:2] = [0.0, 0.0]
-        renamed = [{KNOWN_NAMES["prime-rl"].get(k, k): v for k, v in row.items()} for row in rows]
+        renamed = [
+            {TRAINERS["prime-rl"].names.get(k, k): v for k, v in row.items()} for row in rows
+        ]
         extra = {"schema_version": 1, "rank": 0, "env_name": "math", "step": step}
         extra["is_masked"] = [None] * 80
         folder = tmp_path / "token_exports" / f"step_{step}"
@@ -65,7 +68,7 @@ def test_prime_rl_token_exports_by_their_names(tmp_path, capsys):
 
 def test_a_null_in_prime_rls_export_is_left_out(tmp_path):
     """A value that is not finite is null there. A row of another loss has no rewards."""
-    names = KNOWN_NAMES["prime-rl"]
+    names = TRAINERS["prime-rl"].names
     rows = [{names.get(k, k): v for k, v in row.items()} for row in gaussian_rows(5e-3, rows=12)]
     rows[3] |= {"rewards": [None] * 80}
     rows[3]["inference_logprobs"][20] = None
@@ -76,7 +79,7 @@ def test_a_null_in_prime_rls_export_is_left_out(tmp_path):
 def test_nemo_rl_training_data(tmp_path):
     """train_data_stepN.jsonl has lists of one sample's values, padded."""
     rows = gaussian_rows(5e-3, rows=12)
-    names = KNOWN_NAMES["nemo-rl"]
+    names = dict(TRAINERS["nemo-rl"].names)
     theirs = [
         {theirs: [[*row[ours], 0]] for ours, theirs in names.items()} | {"rewards": [1.0], "idx": i}
         for i, row in enumerate(rows)
