@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, ModelConfig, RunConfig, UsageError, VLLMEngineConfig
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.invariant.mode import use_recurrent_states
 from onepolicy.models.chunk_size import slots_per_chunk
 from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.models.empty import empty_model
@@ -97,7 +98,9 @@ def micro_batch_bytes(
 
 
 def sizes_of(empty: PreTrainedModel, config: RunConfig) -> ModelSizes:
-    """Count a model on the meta device, with the adapters of the run."""
+    """Count a model on the meta device, with the adapters and the numerics of the run."""
+    if config.numerics == ON_POLICY:
+        use_recurrent_states(empty)
     sizes = read_sizes(empty)
     if config.train.lora is None:
         return sizes

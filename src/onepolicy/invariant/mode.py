@@ -129,18 +129,31 @@ def _swap(model: PreTrainedModel, state: _State) -> None:
     model.set_attn_implementation(attention.NAME)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation(experts.NAME)
-    install_recurrent(model)
+    _swap_recurrent(model, state)
     for module in model.modules():
-        if isinstance(module, Recurrent):
-            layer_class: Any = type(module)
-            _change_class(module, _with_invariant_operators(layer_class), state)
-        elif is_plain_linear(module):
+        if is_plain_linear(module):
             _change_class(module, InvariantLinear, state)
         elif isinstance(module, Replaced):  # its mean would depend on the batch
             _change_class(module, own_class(module), state)
     for module in _modules_that_call_functions(model):
         module_class: Any = type(module)
         _change_class(module, _with_invariant_functions(module_class), state)
+
+
+def _swap_recurrent(model: PreTrainedModel, state: _State) -> None:
+    install_recurrent(model)
+    for module in model.modules():
+        if isinstance(module, Recurrent):
+            layer_class: Any = type(module)
+            _change_class(module, _with_invariant_operators(layer_class), state)
+
+
+def use_recurrent_states(empty: PreTrainedModel) -> None:
+    """Let a model's recurrent layers keep the states of the mode, to count them.
+
+    empty: the model of meta tensors, which may not compute in the mode.
+    """
+    _swap_recurrent(empty, _State("", None))
 
 
 def _restore(model: PreTrainedModel, state: _State) -> None:

@@ -13,11 +13,14 @@ from onepolicy.build.room import (
     micro_batch_bytes,
     settle_max_len,
     share_beside_learner,
+    sizes_of,
 )
 from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig, resolve
 from onepolicy.models.empty import empty_model
 from onepolicy.rollout.vllm.memory import GPU_SHARE, memory_args
 from onepolicy.train.memory import read_sizes, route_bytes
+from support.engine_runs import prompts, ragged, run
+from support.invariant_models import engine_of
 from support.recurrent_models import hybrid
 
 CONTEXT, VOCAB = 40960, 151936
@@ -175,6 +178,16 @@ def test_states_of_a_hybrid_are_counted_once_a_sequence(tmp_path, monkeypatch):
         else:
             with pytest.raises(UsageError, match="max_len: 64 tokens"):
                 fit_max_len(recipe(*settings), model, 128, trains=True)
+
+
+def test_open_chunks_of_on_policy_rows_are_states_too():
+    engine = engine_of(hybrid("qwen3_5_text"), max_num_seqs=1, max_len=40)
+    run(engine, ragged(prompts(1, 3, 9)))
+    with torch.device("meta"):
+        empty = hybrid("qwen3_5_text")
+    fast = sizes_of(empty, recipe()).states
+    counted = sizes_of(empty, recipe("numerics=on-policy", "rollout.engine.dtype=float32")).states
+    assert counted == sum(table.nbytes for table in engine.batch.cache.states.values()) > 2 * fast
 
 
 def test_a_length_that_does_not_fit_is_refused_with_the_arithmetic(model, monkeypatch):

@@ -1,5 +1,6 @@
 """`op.check_packing`: which layer of a model shares what between packed samples."""
 
+import itertools
 import math
 from functools import partial
 
@@ -10,9 +11,10 @@ import onepolicy as op
 from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.models.recurrent import layers
+from onepolicy.models.recurrent.layers import RUNNING, Recurrent, operators
 from onepolicy.models.recurrent.segments import Row, Segments
 from support.models import make
-from support.recurrent_models import hybrid
+from support.recurrent_models import FAMILIES, hybrid
 
 CPU = torch.device("cpu")
 
@@ -44,24 +46,29 @@ def joined(lengths, sample):
     return (*lengths[: sample - 1], both, *lengths[sample + 1 :])
 
 
-@pytest.mark.parametrize("name", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])
-@pytest.mark.parametrize("sample", [1, 3])
-def test_a_boundary_that_one_operator_misses_is_named(monkeypatch, name, sample):
-    model, own = prepared("qwen3_5_text"), layers.OPERATORS[name]
-    mixer, calls = model.model.layers[2].linear_attn, []
-
-    def leaking(row, *args, **arguments):
-        calls.append(None)
-        if mixer.row is row and len(calls) % 2 == 0:  # of two recurrent layers, the second
-            row = Row(Segments(joined(row.segments.lengths, sample), CPU))
-        return own(row, *args, **arguments)
-
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_boundary_that_one_operator_misses_is_named(family, monkeypatch, subtests):
+    """The state of a scan or the reach of a convolution, of one sample, in the last such layer."""
+    model = prepared(family)
+    layer, mixer = [x for x in model.named_modules() if isinstance(x[1], Recurrent)][-1]
+    if hasattr(mixer, "A_log"):  # random states fade within a token, those of a trained layer last
+        mixer.A_log.data.fill_(-4)
     assert op.check_packing(model, packed(model))
-    monkeypatch.setitem(layers.OPERATORS, name, leaking)
-    found = op.check_packing(model, packed(model))
-    assert not found
-    assert (found.layer, found.samples) == ("model.layers.2.linear_attn", (sample,))
-    assert "model.layers.2.linear_attn (samples" in str(found)
+    scans = [name for name in operators(model) if layers.OPERATORS[name] is not layers._not_fused]
+    for name, sample in itertools.product(sorted(scans), (1, 3)):
+        own = layers.OPERATORS[name]
+
+        def leaking(row, *args, own=own, sample=sample, **arguments):
+            if RUNNING.get() is mixer:
+                row = Row(Segments(joined(row.segments.lengths, sample), CPU))
+            return own(row, *args, **arguments)
+
+        with subtests.test(operator=name, sample=sample), monkeypatch.context() as patched:
+            patched.setitem(layers.OPERATORS, name, leaking)
+            found = op.check_packing(model, packed(model))
+            assert not found
+            assert (found.layer, found.samples) == (layer, (sample,))
+            assert f"{layer} (samples" in str(found)
 
 
 def test_transformers_own_operators_leak():

@@ -2,15 +2,19 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.prepare import prepare_for_training
+from onepolicy.models.recurrent.layers import Recurrent
+from onepolicy.models.recurrent.segments import Row, Segments
 from support.models import VOCAB
 from support.recurrent_models import FAMILIES, hybrid
 from support.replay_models import take_grads
 
 CPU = torch.device("cpu")
 LENGTHS = (70, 5, 1, 33)  # over and under a chunk, and one under every convolution's reach
+WHOLE_CHUNKS = (64, 128, 64)
 
 
 def packed_logits(model, paths):
@@ -39,6 +43,36 @@ def test_packed_equals_one_by_one(family):
     (together * weights).sum().backward()
     for name, grad in take_grads(model).items():
         assert (grad - expected[name]).abs().max() <= 2e-4 * expected[name].abs().max(), name
+
+
+def row_by_row(x, weight, bias=None):
+    """Return F.linear(x, weight, bias), each row rounded alike in any batch."""
+    out = (x[..., None, :] * weight).sum(-1)
+    if bias is not None:
+        out = out + bias
+    return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recurrent_layers_have_the_bits_of_samples_alone(family, monkeypatch):
+    model = hybrid(family)
+    prepare_for_training(model, CPU)
+    monkeypatch.setattr(F, "linear", row_by_row)
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(1, sum(WHOLE_CHUNKS), model.config.hidden_size, generator=generator)
+    mixers = [module for module in model.modules() if isinstance(module, Recurrent)]
+    assert mixers
+
+    def computed(mixer, tokens, lengths):
+        mixer.row = Row(Segments(lengths, CPU))
+        return mixer(tokens)
+
+    for mixer in mixers:
+        together = computed(mixer, hidden, WHOLE_CHUNKS)
+        parts = hidden.split(WHOLE_CHUNKS, 1)
+        alone = torch.cat([computed(mixer, part, (part.shape[1],)) for part in parts], 1)
+        assert together.std() > 0
+        assert torch.equal(together, alone)
 
 
 def test_recomputed_activations_know_the_samples():
