@@ -6,8 +6,10 @@ broadcasts for real.
 """
 
 import base64
+import json
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -73,11 +75,10 @@ class FakeSGLang(Updates, Adapters):
         handlers["GET /v1/models"] = self.models
         given = SERVER_INFO | {"model_path": self.folder}
         handlers["GET /server_info"] = lambda _: given | self.info
-        handlers["GET /model_info"] = lambda _: {
-            "model_type": "qwen3_moe",
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "weight_version": self.version,
-        }
+        config = json.loads((Path(self.folder) / "config.json").read_text())
+        self.vocab = config["vocab_size"]
+        model = {name: config[name] for name in ("model_type", "architectures")}
+        handlers["GET /model_info"] = lambda _: {**model, "weight_version": self.version}
         self.http = Server(handlers)
         self.http.__enter__()
         self.url = self.http.url
@@ -122,8 +123,8 @@ class FakeSGLang(Updates, Adapters):
         fields(asked, SAMPLING, SAMPLING)
         prompt, path = body["input_ids"], list(body["input_ids"])
         first = body.get("routed_experts_start_len", 0)
-        vocab, name = len(self.weights["model.embed_tokens.weight"]), body.get("lora_path")
-        if not all(type(token) is int and 0 <= token < vocab for token in path):
+        name = body.get("lora_path")
+        if not all(type(token) is int and 0 <= token < self.vocab for token in path):
             raise Refused("input_ids")  # the real one dies of it
         if not 0 <= first <= len(prompt) or len(prompt) + asked["max_new_tokens"] > 254:
             raise Refused("lengths")

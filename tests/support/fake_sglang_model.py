@@ -39,7 +39,7 @@ class ModelSGLang(FakeSGLang):
         return list(self.forward(path, adapter)[1])  # the caller adds to it
 
     def forward(self, path, adapter):
-        """Return the logits [V] after the path, and its routes, [LAYERS, TOP_K] for each token."""
+        """Return the logits [V] after the path, and its routes, [D, K] for each token."""
         weights = (self.updates, id(adapter))
         if self.built is None or self.built[0] != weights:
             self.built, self.computed = (weights, self.build(adapter)), {}
@@ -68,7 +68,14 @@ def model_of(config, tensors):
 
 @torch.no_grad()
 def forward(model, path):
-    """Return the logits [V] after the path, and its routes [len(path), L, K] int32."""
-    with bind_routers(model).record() as tape:
+    """Return the logits [V] after the path, and its routes [len(path), D, K] int32.
+
+    Those of dense layers are 0.
+    """
+    routers = bind_routers(model)
+    with routers.record() as tape:
         logits = model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1]
-    return logits, tape.trace().ids.int().numpy()
+    ids = tape.trace().ids.int()
+    routes = ids.new_zeros(len(path), model.config.num_hidden_layers, routers.top_k)
+    routes[:, list(routers.layers)] = ids
+    return logits, routes.numpy()

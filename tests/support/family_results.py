@@ -244,6 +244,9 @@ setting behind the semicolon. For every family whose note does not say otherwise
 - **random routes**, replayed, are what the experts get, with weights other than 0, and every router
   gets a gradient.
 
+Whether your trainer packs a model with recurrent layers rightly, `op.check_packing(model)` says
+([hybrids](hybrids.md#in-your-own-trainer)).
+
 `PYTHONPATH=tests python -m support.family_results` writes this page;
 `tests/integration/replay/test_families.py` measures it again and compares.
 

@@ -79,7 +79,7 @@ class _DeltaRule(torch.autograd.Function):
             for x, wants in zip(ctx.saved_tensors, wanted, strict=True)
         ]
         with torch.enable_grad():
-            out, _ = fast.scan(ctx.row, *tokens)
+            out = fast.scan(ctx.row, *tokens)
         grads = iter(torch.autograd.grad(out, [x for x in tokens if x.requires_grad], grad))
         return None, *(next(grads) if wants else None for wants in wanted)
 

@@ -8,24 +8,11 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from onepolicy.models.recurrent.conv import causal_conv
 from onepolicy.models.recurrent.delta_rule import delta_rule
 from onepolicy.models.recurrent.mamba import mamba2_scan, mamba_scan
-from onepolicy.models.recurrent.segments import Row, Segments
+from onepolicy.models.recurrent.segments import Row, Segments, States
 
 CPU = torch.device("cpu")
 RAGGED = (37, 90, 1, 5, 67)
 ALIGNED = (64, 128, 64)
-
-
-class Kept:
-    """States of an engine's rows, all of which go on."""
-
-    def __init__(self):
-        self.states = {}
-
-    def read(self, name, x, shape):
-        return self.states.get(name, x.new_zeros(2, *shape))
-
-    def write(self, name, states):
-        self.states[name] = states
 
 
 def row(lengths, states=None):
@@ -154,13 +141,14 @@ def test_the_delta_rule_has_the_bits_of_transformers(lengths):
     assert torch.equal(found, by_sample(theirs, tensors, [], lengths))
 
 
+@pytest.mark.parametrize("rooms", [2, 5])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_states_go_on_from_call_to_call(name):
-    """Two rows are fed in pieces, the last of them token by token, as an engine decodes."""
+def test_states_go_on_from_call_to_call(name, rooms):
+    """Two rows of an engine are fed in pieces, the last of them token by token, as it decodes."""
     ours, *_ = OPERATORS[name]
     tensors, parameters = inputs(name, 80)
     whole = ours(row((40, 40)), *tensors, *parameters).unflatten(1, (2, 40))
-    kept, fed, outs = Kept(), 0, []
+    kept, fed, outs = States({}, 0, rooms, torch.tensor([rooms - 1, 0])), 0, []
     for width in (33, 2, 1, 1, 1, 1, 1):
         tokens = [t.unflatten(1, (2, 40))[:, :, fed : fed + width].flatten(1, 2) for t in tensors]
         out = ours(row((width, width), kept), *tokens, *parameters)

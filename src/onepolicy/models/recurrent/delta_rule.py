@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepolicy.models.embedding_bag_matmul import weighted_rows
 from onepolicy.models.recurrent.segments import Row, without_autocast
 
 CHUNK = 64  # tokens, as in fla and in transformers
@@ -31,13 +32,13 @@ def delta_rule(
     *,
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return o [1, T, H, Dv], and the samples' last states, which the row has kept."""
+) -> tuple[Tensor, None]:
+    """Return o [1, T, H, Dv], beside None: the row has kept the samples' states."""
     with without_autocast(query):
         tokens = float_tokens(query, key, value, g, beta, normed=use_qk_l2norm_in_kernel)
         compute = _next if row.decodes else scan
-        out, states = compute(row, *tokens)
-    return out.to(query.dtype)[None], states
+        out = compute(row, *tokens)
+    return out.to(query.dtype)[None], None
 
 
 def float_tokens(
@@ -57,24 +58,46 @@ def _normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON)
 
 
-def _next(
-    row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return `scan` of one token a sample, by the rule itself."""
-    state = row.before(STATE, q, *k.shape[1:], v.shape[-1])
-    if decay.dim() == 2:
-        decay = decay[..., None]
-    state = state * decay.exp()[..., None]
-    written = b[..., None] * (v - (k[:, :, None] @ state)[:, :, 0])
-    state = torch.addcmul(state, k[..., None], written[:, :, None])
-    row.after(STATE, state)
-    return (q[:, :, None] @ state)[:, :, 0], state
+def _next(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -> Tensor:
+    """Return `scan` of one token a sample, by the rule itself.
+
+    A state is read once, for both products, and is written in its place.
+    """
+    states = row.states
+    assert states is not None
+    shape = *k.shape[1:], v.shape[-1]
+    if states.begins is not None:
+        row.after(STATE, row.before(STATE, q, *shape))
+    fade = decay.exp()
+    if fade.dim() == 2:
+        fade = fade[..., None]
+    of_k, of_q = _read(row, states.table(STATE, q, shape), k * fade, q * fade)
+    written = b[..., None] * (v - of_k)
+    states.update(STATE, fade[..., None], k[..., None], written[:, :, None])
+    return of_q + (q * k).sum(-1, keepdim=True) * written
 
 
-def scan(
-    row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return o [T, H, Dv] of float32 tokens [T, H, ..], and the states [S, H, Dk, Dv]."""
+def _read(row: Row, table: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the products [S, H, Dv] of x and y [S, H, Dk] with the samples' states."""
+    states, (samples, heads, width) = row.states, x.shape
+    assert states is not None
+    if x.device.type != "cpu":
+        found = torch.stack([x, y], 2) @ table.index_select(0, states.rows)
+        return found[:, :, 0], found[:, :, 1]
+    memo = row.segments.memo
+    if (STATE, heads, width) not in memo:  # for all layers of a shape
+        head = states.rows[:, None] * heads + torch.arange(heads, device=x.device)
+        channel = head.view(-1, 1) * width + torch.arange(width, device=x.device)
+        memo[STATE, heads, width] = channel.repeat(2, 1)
+    found = weighted_rows(
+        table.view(-1, table.shape[-1]), memo[STATE, heads, width], torch.cat([x, y])
+    )
+    of_x, of_y = found.view(2, samples, heads, -1)
+    return of_x, of_y
+
+
+def scan(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -> Tensor:
+    """Return o [T, H, Dv] of float32 tokens [T, H, ..]."""
     per_channel = decay.dim() == 3
     size = CHANNEL_CHUNK if per_channel else CHUNK
     chunks = row.chunks(size)
@@ -106,6 +129,5 @@ def scan(
         return state * kept[step] + k[step].mT @ written
 
     before = row.before(STATE, q, q.shape[1], k.shape[-1], v.shape[-1])
-    states = chunks.scan(before, advance)
-    row.after(STATE, states)
-    return chunks.read(torch.cat(outputs).transpose(1, 2)), states
+    row.after(STATE, chunks.scan(before, advance))
+    return chunks.read(torch.cat(outputs).transpose(1, 2))

@@ -186,6 +186,24 @@ class States:
         """Keep the samples' states [S, ...] after their last token."""
         self.table(name, states, states.shape[1:]).index_copy_(0, self.rows, states)
 
+    def update(self, name: str, fade: Tensor, x: Tensor, y: Tensor) -> None:
+        """Let the samples' states become state * fade + x * y, factors that broadcast to [S, ...].
+
+        In place for all rows, if few of them stay as they are.
+        """
+        table = self.tables[self.layer, name]
+        if 2 * len(self.rows) < self.num_rows:
+            state = table.index_select(0, self.rows).mul_(fade).addcmul_(x, y)
+            table.index_copy_(0, self.rows, state)
+            return
+        fade, x, y = (self._of_all_rows(*each) for each in ((fade, 1.0), (x, 0.0), (y, 0.0)))
+        table.mul_(fade).addcmul_(x, y)
+
+    def _of_all_rows(self, factor: Tensor, stays: float) -> Tensor:
+        """Return a factor [num_rows, ...]. It is `stays` in rows of no sample."""
+        whole = factor.new_full((self.num_rows, *factor.shape[1:]), stays)
+        return whole.index_copy_(0, self.rows, factor)
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
