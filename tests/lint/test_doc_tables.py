@@ -245,7 +245,7 @@ def test_a_column_that_is_not_printed_stays_in_the_data() -> None:
     (head,) = re.findall(
         r"^\| rollouts .*", doc_tables.block("quantised_measured/falls"), re.MULTILINE
     )
-    assert head == "| rollouts | method | fell back | largest fall | held-out, last |"
+    assert head == "| rollouts | method | fell back | held-out, last |"
     rows = doc_tables.values(doc_tables.tables("quantised_measured")["falls"])
     assert rows[0][2:6] == ["5", "0", "0.029", "0.047"]
 
