@@ -249,8 +249,8 @@ _NOTES = """
 Notes:
 """
 _FOOT = """
-**Refused by `bind_routers`**: {refused}; `inkling2_loop_text` with more than one pass, whose routers
-run several times a forward.
+**Refused by `bind_routers`**: {refused}; `inkling2_loop_text` with more than one pass, whose
+routers run several times a forward.
 
 **Models of images and text**, whose routes of text are replayed to the bit with the image encoder
 unused: {vision}.
