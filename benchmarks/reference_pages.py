@@ -45,7 +45,8 @@ def command_line() -> str:
         "# Command line\n\nFor whoever types a command: what it takes. After it you can write any "
         "command whole.\n\n"
         f"{WRITTEN}\n`COMMAND --help` prints the same, with examples. Where `a.b=value` stands, "
-        "any [setting](settings.md) of a recipe may follow, without dashes.\n"
+        "any [setting](settings.md) of a recipe may follow, without dashes. "
+        "[Exit codes](../reliability.md#exit-codes) are the same for all.\n"
     )
     for name, parser in _commands("onepolicy", build_parser()):
         if name == "onepolicy" or not parser.subcommands():
@@ -57,7 +58,8 @@ def _own_help(parser: Parser) -> str:
     """Return a command's help without usage, examples, `--help` and what every command has."""
     text = re.sub(r"\n  -h, --help +show this help message and exit", "", parser.format_help())
     parts = [part.rstrip() for part in text.split("\n\n")]
-    left_out = ("usage:", "settings:\n", "corrections (`onepolicy config preset", "examples:\n")
+    left_out = ("usage:", "settings:\n", "corrections (`onepolicy config preset")
+    left_out += ("examples:\n", "exit codes:\n")
     return "\n\n".join(p for p in parts if p != "options:" and not p.startswith(left_out))
 
 
@@ -99,19 +101,17 @@ def metrics() -> str:
         "Units are in brackets, but for shares and plain numbers.\n"
     )
     areas: dict[str, list[str]] = {}
-    twice: list[str] = []
     for name, description in METRICS.items():
-        area, _, quantity = name.partition("/")
-        if area == "counterfactual":
-            twice.append(f"`{quantity}`")
-        else:
+        area = name.partition("/")[0]
+        if area != "counterfactual":
             meaning = re.sub(r" \[(1|share|s)\]$", "", description)
             areas.setdefault(area, []).append(f"- `{name}`: {meaning}\n")
     for area, rows in areas.items():
         text += f"\n## {area}\n{AREAS[area]}\n\n{''.join(rows)}"
     return text + (
         "\n## counterfactual\nWhat would it be without replay? `counterfactual/NAME`, of the same "
-        f"batch scored without it (`log.counterfactual_every`): {', '.join(twice)}.\n"
+        "batch scored without it (`log.counterfactual_every`): the names of [mismatch](#mismatch), "
+        "[routing](#routing) and [repeat](#repeat).\n"
     )
 
 

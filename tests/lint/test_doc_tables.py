@@ -182,12 +182,19 @@ def test_the_readme_counts_the_seeds_of_the_demonstration() -> None:
 
 
 def tables_by_section(text: str) -> dict[str, str]:
-    """Return the printed tables of each section of a page, by the section's anchor."""
+    """Return the tables of each section of a page, by the section's anchor: those that it prints,
+    and those of docs/data that it names."""
     found = {}
     for section in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
         title = section.partition("\n")[0].lower()
         anchor = re.sub(r"[^\w\- ]", "", title).replace(" ", "-")
-        found[anchor] = "\n".join(match[0] for match in doc_tables.BLOCK.finditer(section))
+        named = [
+            doc_tables.block(f"{name}/{table_id}")
+            for name, table_id in re.findall(r"`(\w+)/([\w-]+)`", section)
+            if name in doc_tables.sets() and table_id in doc_tables.tables(name)
+        ]
+        printed = [match[0] for match in doc_tables.BLOCK.finditer(section)]
+        found[anchor] = "\n".join([*printed, *named])
     return found
 
 
@@ -238,7 +245,7 @@ def test_a_column_that_is_not_printed_stays_in_the_data() -> None:
     (head,) = re.findall(
         r"^\| rollouts .*", doc_tables.block("quantised_measured/falls"), re.MULTILINE
     )
-    assert head == "| rollouts | method | fell back | largest fall | held-out, last |"
+    assert head == "| rollouts | method | fell back | held-out, last |"
     rows = doc_tables.values(doc_tables.tables("quantised_measured")["falls"])
     assert rows[0][2:6] == ["5", "0", "0.029", "0.047"]
 

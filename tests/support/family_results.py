@@ -1,6 +1,6 @@
-"""Results of recording and replay for one family, and docs/families.md made from them.
+"""Results of recording and replay for one family, and the section of docs/replay.md made from them.
 
-PYTHONPATH=tests python -m support.family_results writes docs/families.md, with the newest
+PYTHONPATH=tests python -m support.family_results writes it, with the newest
 transformers: older ones lack families
 """
 
@@ -23,7 +23,7 @@ from support.families import NEWEST, NO_CAUSAL_LM, REFUSED, TABLE, VISION, Famil
 from support.paths import ROOT
 from support.replay_models import loss_and_grads, random_trace
 
-DOCS = ROOT / "docs" / "families.md"
+DOCS = ROOT / "docs" / "replay.md"
 ROWS = 21  # 3 sequences of 7 tokens
 
 
@@ -232,63 +232,53 @@ def _jetmoe(block: nn.Module, path: str, seen: dict[str, Seen]) -> list:
 
 # --- the page -------------------------------------------------------------------------------------
 
-_HEAD = """# Routing replay by model family
-
-For whoever asks if their model can be replayed. After this page you know it for every MoE causal LM
-of transformers {newest} and of the older ones from 5.19, each as a tiny random model on the CPU in
-two runs: fp32 with the stock experts function; bf16 with the eager loop over experts and the
-setting behind the semicolon. For every family whose note does not say otherwise
-
-- a model's **own routes**, replayed, keep every bit of the logits and of all gradients, also with
-  activation checkpointing,
-- **random routes**, replayed, are what the experts get, with weights other than 0, and every router
-  gets a gradient.
-
-Whether your trainer packs a model with recurrent layers rightly, `op.check_packing(model)` says
-([hybrids](hybrids.md#in-your-own-trainer)).
-
-`PYTHONPATH=tests python -m support.family_results` writes this page;
-`tests/integration/replay/test_families.py` measures it again and compares.
+BEGIN, END = "<!-- families: written by support.family_results -->", "<!-- end of families -->"
+_HEAD = """{begin}
+Every MoE causal LM of transformers {newest} and of the older ones from 5.19, each as a tiny random
+model on the CPU in two runs: fp32 with the stock experts function; bf16 with the eager loop over
+experts and the setting behind the semicolon. For every family whose note does not say otherwise its
+**own routes**, replayed, keep every bit of logits and gradients, under activation checkpointing
+too, and **random routes** are what the experts get, with weights other than 0 and a gradient for
+every router (`PYTHONPATH=tests python -m support.family_results`;
+`tests/integration/replay/test_families.py` compares). Whether your trainer packs a model with
+recurrent layers rightly, `op.check_packing(model)` says ([hybrids](hybrids.md#in-your-own-trainer)).
 
 | weights from | model types |
 |---|---|
 """
 _NOTES = """
-## Notes
+Notes:
 """
 _FOOT = """
-## Refused by `bind_routers`
-{refused}
+**Refused by `bind_routers`**: {refused}; `inkling2_loop_text` with more than one pass, whose
+routers run several times a forward.
 
-- `inkling2_loop_text` with more than one pass: a looped layer's routers run several times a forward
+**Models of images and text**, whose routes of text are replayed to the bit with the image encoder
+unused: {vision}.
 
-## Models of images and text
-Their own routes of text are replayed to the bit, with the image encoder unused: {vision}.
-
-## Without a causal LM class
-Not in the tests but for those above; most reuse a router of the table (`ernie4_5_vl_moe` has two a
-layer and is refused): {outside}.
-"""
+**Without a causal LM class**, not in the tests but for those above; most reuse a router of the
+table (`ernie4_5_vl_moe` has two a layer and is refused): {outside}.
+{end}"""
 
 
 def page(rows: dict[str, tuple[str, str]]) -> str:
-    """Return the page with these families: where their weights come from, and a note or none."""
+    """Return the section with these families: where their weights come from, and a note or none."""
     kinds: dict[str, list[str]] = {}
     for name, (weights, _) in rows.items():
         kinds.setdefault(weights, []).append(f"`{name}`")
     table = [f"| {weights} | {', '.join(names)} |" for weights, names in sorted(kinds.items())]
     notes = [f"- `{name}`: {note}" for name, (_, note) in rows.items() if note]
-    refused = "\n".join(f"- `{name}`: {reason}" for name, reason in REFUSED.items())
+    refused = "; ".join(f"`{name}`: {reason}" for name, reason in REFUSED.items())
     outside = ", ".join(f"`{name}` ({what})" for name, what in NO_CAUSAL_LM.items())
     vision = ", ".join(f"`{name}`" for name in VISION)
-    foot = _FOOT.format(refused=refused, vision=vision, outside=outside)
+    foot = _FOOT.format(refused=refused, vision=vision, outside=outside, end=END)
     body = "\n".join([*table, _NOTES, *notes])
-    return f"{_HEAD.format(newest=NEWEST)}{body}\n{foot}"
+    return f"{_HEAD.format(begin=BEGIN, newest=NEWEST)}{body}\n{foot}"
 
 
 def listed(text: str) -> dict[str, tuple[str, str]]:
-    """Return the families of the page's text, as `page` takes them."""
-    body = text[text.index("|---|---|") : text.index("\n## Refused")]
+    """Return the families of the section's text, as `page` takes them."""
+    body = text[text.index("|---|---|") : text.index("\n**Refused")]
     notes = dict(re.findall(r"^- `(\w+)`: (.*)$", body, re.MULTILINE))
     found = {
         name: (weights, notes.get(name, ""))
@@ -296,6 +286,12 @@ def listed(text: str) -> dict[str, tuple[str, str]]:
         for name in re.findall(r"`(\w+)`", names)
     }
     return dict(sorted(found.items()))
+
+
+def section() -> str:
+    """Return the section as docs/replay.md has it."""
+    text = DOCS.read_text(encoding="utf-8")
+    return text[text.index(BEGIN) : text.index(END) + len(END)]
 
 
 def row(family: Family) -> tuple[str, str]:
@@ -318,4 +314,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     assert transformers.__version__ == NEWEST, f"needs transformers {NEWEST}"
     measured = {name: row(TABLE[name]) for name in sorted(TABLE)}
-    DOCS.write_text(page(measured), encoding="utf-8")
+    whole = DOCS.read_text(encoding="utf-8")
+    DOCS.write_text(whole.replace(section(), page(measured)), encoding="utf-8")

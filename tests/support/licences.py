@@ -138,7 +138,7 @@ def part() -> str:
     groups: dict[tuple[str, str], list[str]] = {}
     for row in listed:
         named = groups.setdefault((row.brought_by, row.licence), [])
-        named.append(f"{row.name} {row.version}")
+        named.append(row.name)
     special = [f"{row.name} ({row.licence})" for row in listed if not is_permissive(row.licence)]
     lines = [HEAD, f"**Read these first**, not plainly permissive: {', '.join(special)}.", ""]
     lines += ["| comes with | licence | packages |", "|---|---|---|"]
@@ -146,14 +146,13 @@ def part() -> str:
     return "\n".join(lines) + "\n"
 
 
-def listed_packages() -> dict[str, tuple[str, str, str]]:
-    """Return version, licence and extra of every package that the page has."""
+def listed_packages() -> dict[str, tuple[str, str]]:
+    """Return licence and extra of every package that the page has."""
     text = PAGE.read_text(encoding="utf-8").partition(LICENCES)[2]
     found = {}
     for extra, licence, packages in re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", text, re.MULTILINE):
         for package in packages.split(", ") if packages != "packages" else ():
-            name, _, version = package.partition(" ")
-            found[name] = (version, licence, extra)
+            found[package] = (licence, extra)
     return found
 
 

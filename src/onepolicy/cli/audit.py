@@ -83,7 +83,7 @@ def add_audit(commands: Commands) -> None:
         type=Path,
         metavar="KIT",
         help="audit the dumps of the conformance kit and compare with its expected verdicts; "
-        "docs/detectors.md",
+        "docs/audit.md",
     )
     _add_limits(audit)
 

@@ -23,7 +23,7 @@ CEILINGS: dict[Format, float] = {
 }
 """k3 above which a gap is looked into before it is corrected [nats a token].
 
-docs/detectors.md has the largest k3 of sound worlds beside them.
+docs/audit.md has the largest k3 of sound worlds beside them.
 """
 CEILING_OF_AGE = 0.1
 """Rise of the ceiling with each declared update of age [nats a token]."""

@@ -35,7 +35,7 @@ second number if there are too few uncertain tokens to confirm it.
 """
 TEMPERATURE_ALONE = 0.7
 """The same share from which no other weights are named beside it. Planted temperatures explain 84%
-and more, weights that are 10% less certain on average at most 56% (docs/detectors.md).
+and more, weights that are 10% less certain on average at most 56% (docs/audit.md).
 """
 SAME_TEMPERATURE = 0.08
 """Largest |log ratio| between the temperatures of certain, likely and unlikely tokens, or 0.3 of

@@ -1,6 +1,6 @@
 """Advice on a gap: nothing to do, replay the routes, correct, or fix a bug; and its basis.
 
-`onepolicy measure` and `onepolicy audit` both end here. docs/detectors.md says where every
+`onepolicy measure` and `onepolicy audit` both end here. docs/audit.md says where every
 threshold comes from.
 """
 

@@ -76,7 +76,7 @@ def test_a_dump_that_must_be_refused_and_is_not_is_an_error(kit, capsys):
 
 
 def test_the_numbers_are_those_of_the_page():
-    """The definitions of docs/detectors.md, in plain Python."""
+    """The definitions of docs/audit.md, in plain Python."""
     name = "embedded_int8.parquet"
     expected = json.loads((KIT / EXPECTED).read_text())[name]["numbers"]
     log_ratios = [

@@ -1,5 +1,5 @@
 """Sound runs of trained policies are not accused, and a fault of all rows is looked into before it
-is corrected. docs/detectors.md has the tables of many worlds."""
+is corrected. docs/audit.md has the tables of many worlds."""
 
 from __future__ import annotations
 

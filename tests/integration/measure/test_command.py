@@ -64,7 +64,7 @@ SETTINGS_OF_BOTH_SIDES = ("misaligned tokens", "stale weights", "sampling suppor
 
 
 def show(fault, found):
-    """Print one row of the table in docs/detectors.md; `pytest -rP` shows it."""
+    """Print one row of the table in docs/audit.md; `pytest -rP` shows it."""
     bars = ", ".join(f"{name} {nats:.2g}" for name, nats in bars_of(found).items() if nats > 1e-5)
     total, left = found.waterfall.total.value, found.waterfall.remainder.value
     print(

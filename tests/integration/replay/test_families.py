@@ -34,7 +34,7 @@ from support.families import (
     vision_model,
 )
 from support.family_lists import LISTS
-from support.family_results import DOCS, examine, listed, page, row
+from support.family_results import examine, listed, page, row, section
 from support.replay_models import build, experts_inputs, tokens
 from support.replay_steps import ROWS, routes_of
 
@@ -59,7 +59,7 @@ def test_the_families_of_the_newest_transformers_are_in_a_table() -> None:
     assert borrowed <= set(TABLE)
     assert with_lm | borrowed == known
     assert without == set(NO_CAUSAL_LM)
-    assert f"transformers {NEWEST} " in DOCS.read_text(encoding="utf-8")
+    assert f"transformers {NEWEST} " in section()
 
 
 @pytest.mark.few(9)
@@ -84,12 +84,12 @@ def test_own_routes_change_nothing_and_others_reach_the_experts(family: str, run
 @pytest.mark.full
 @pytest.mark.parametrize("family", TABLE)
 def test_the_page_in_docs_has_the_measured_values(family: str) -> None:
-    written = listed(DOCS.read_text(encoding="utf-8"))
+    written = listed(section())
     assert row(TABLE[family]) == written[family], WRITE
 
 
 def test_the_page_in_docs_has_a_row_for_each_family() -> None:
-    written = DOCS.read_text(encoding="utf-8")
+    written = section()
     assert list(listed(written)) == sorted(TABLE)
     assert written == page(listed(written)), WRITE
 

@@ -51,9 +51,7 @@ where the block selects the experts itself: on 4.x Qwen3-MoE, Qwen2-MoE, Mixtral
 to 5.12 DeepSeek-V2, DeepSeek-V3 and GLM-4.5. So does gpt-oss on 4.x, whose router returns the
 weights spread over all experts.
 
-**Skipped, by reason**
-
-"""
+**Skipped**: """
 _LICENCES = """
 ## Licences
 """
@@ -135,10 +133,4 @@ def _state(state: str) -> str:
 
 def _skips(results: dict[str, dict[str, Any]]) -> str:
     reasons = sorted({reason for found in results.values() for reason in found["skipped"]})
-    lines = []
-    for reason in reasons:
-        counts = [
-            found["skipped"][reason] for found in results.values() if reason in found["skipped"]
-        ]
-        lines.append(f"- {reason}: {max(counts)} in a cell, in {len(counts)} cells\n")
-    return "".join(lines)
+    return "; ".join(reasons) + ".\n"
