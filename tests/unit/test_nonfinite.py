@@ -80,14 +80,14 @@ def test_probabilities_in_the_place_of_their_logarithms_are_refused(subtests):
     old, rollout = torch.full((1, 9), 0.25), torch.full((1, 9), 0.5)
     few = torch.tensor([[False, *[True] * 4, *[False] * 4]])
     high = torch.full((1, 9), -1.0)
-    high[0, 4] = 0.7
+    high[0, 4] = 0.2
     small, every = torch.full((1, 9), 0.02), torch.full((1, 9), True)
     logarithm = "a log-probability is never above 0"
     cases = {
         "four": (old, rollout, few, 1, "0.25: all values are between 0 and 1: probabilities"),
         "small": (small, small, every, 0, "0.02: all values are between 0 and 1: probabilities"),
-        "one": (high, old - 2, every, 4, f"0.7: {logarithm}; mend what returned it, or clear the"),
-        "-log p": (high, 4 * rollout, few, 4, f"0.7: {logarithm}; mend what returned it"),
+        "one": (high, old - 2, every, 4, f"0.2: {logarithm}; mend what returned it, or clear the"),
+        "-log p": (high, 4 * rollout, few, 4, f"0.2: {logarithm}; mend what returned it"),
         "negated": (-high - 2, rollout * 3, few, 1, f"1.5: {logarithm}; negative log-likel"),
     }
     for case, (left, right, mask, slot, words) in cases.items():

@@ -39,6 +39,7 @@ def test_by_hand() -> None:
     assert r.per_token_count.tolist() == [1, 1]
     assert r.sequence_mean.tolist() == [1, 1]
     assert r.metrics() == {"routing/routers": 0.5, "routing/tokens": 1.0, "routing/sequence": 1.0}
+    assert "tensor" not in repr(r)  # a line, whatever the number of tokens
 
 
 @given(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from onepolicy.config import ReActTask, UsageError
 from onepolicy.envs import make_environment
+from onepolicy.gateway.breaks import Break
 from onepolicy.gateway.history import History
 from onepolicy.gateway.messages import Call, Message, Request, RequestError
 from onepolicy.gateway.rendering import Renderer
@@ -292,6 +293,13 @@ def test_changed_tools_begin_a_root():
     assert reason_of(second) is Reason.TOOLS_CHANGED
 
 
+def test_a_first_request_with_a_turn_that_was_never_served():
+    session = session_of("yes")
+    turn = ask(session, USER, Message("assistant", "of another gateway"), AGAIN)
+    tokens = turn.path.tokens[: turn.start]
+    assert turn.root.break_ == Break(Reason.UNKNOWN_ASSISTANT, 0, None, tokens[0])
+
+
 def test_the_same_text_in_other_ids_is_named():
     session = session_of("said " + call("look", a=1), "done")
     first = ask(session, USER, tools=(TOOL,))
@@ -528,6 +536,14 @@ def test_templates_that_cannot_be_used():
     second = ask(session, *first.conversation, AGAIN)
     assert second.parent is first  # our ids have the thought, whatever the template would write
     assert "hm" in TOKENIZER.decode(second.path.tokens[: first.length])
+
+
+def test_a_template_that_leaves_out_a_message_is_refused():
+    deaf = TEMPLATE.replace("{% for", "{% set messages = messages[:1] %}{% for", 1)
+    session = session_of("yes", renderer=Renderer(tokenizer_of(deaf)))
+    assert ask(session, USER).message.text == "yes"
+    with pytest.raises(RequestError, match="template leaves out one of these messages"):
+        ask(session, USER, AGAIN)
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch):

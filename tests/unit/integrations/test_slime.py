@@ -271,6 +271,11 @@ def test_too_many_tokens_of_a_step_that_are_not_finite():
     assert data["advantages"] == before
     stepped(data, correction={"preset": "tis", "max_nonfinite": 0.5})
     assert float(data["mismatch/nonfinite"]) == pytest.approx(0.3)
+    data["rollout_log_probs"][2][:2] = torch.nan  # of 10 tokens, half are left
+    stepped(data, correction={"preset": "tis", "max_nonfinite": 0.5})
+    with pytest.raises(UsageError, match=r"50.0% of the step.*max_nonfinite = 0.4"):
+        stepped(data, correction={"preset": "tis", "max_nonfinite": 0.4})
+    stepped(correction={"preset": "tis", "max_nonfinite": 0.0})
 
 
 @capability("miles", "preflight", how="contract")

@@ -20,7 +20,7 @@ from onepolicy.envs.adapters.gymnasium_text import (
     parse_action,
 )
 from onepolicy.envs.adapters.seeded import scale_return
-from onepolicy.envs.warmup.examples import warmup_examples
+from onepolicy.envs.warmup.examples import task_alphabet, warmup_examples
 from onepolicy.envs.warmup.gridworlds import optimal_actions
 from onepolicy.interfaces import EpisodeError
 from support.scripted_engine import HERMES, play, tokenizer_of
@@ -203,9 +203,20 @@ class Picture(Unseeded):
         return np.zeros((84, 84, 3), np.float32), {}
 
 
+class TwoHands(Picture):
+    """An environment whose actions are pairs."""
+
+    observation_space = spaces.Discrete(2)
+    action_space = spaces.Tuple([spaces.Discrete(2), spaces.Discrete(3)])
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+
 @pytest.fixture
 def registered():
     names = {"Unseeded-v0": Unseeded, "Picture-v0": Picture, "Breaking-v0": Breaking}
+    names["TwoHands-v0"] = TwoHands
     for name, cls in names.items():
         gymnasium.register(name, entry_point=cls, disable_env_checker=True)
     yield
@@ -219,6 +230,7 @@ REFUSED = [
     ({"id": "Unseeded-v0"}, r"task.id: two episodes of Unseeded-v0 from one seed.* differ"),
     ({"id": "Breaking-v0"}, r"Breaking-v0 fails in its first steps: KeyError\('lost'\)"),
     ({"id": "Picture-v0"}, r"task.id: Picture-v0 observes Box.* shape \(84, 84, 3\) has no"),
+    ({"id": "TwoHands-v0"}, r"task.id: TwoHands-v0 observes Discrete\(2\) .* a Tuple has no form"),
     ({"id": "Blackjack-v1", "observation": "ansi"}, r"task.observation: Blackjack-v1 has no ansi"),
     ({"returns": (1, 0)}, r"task.returns: 1 is not below 0"),
     ({"actions": ["a", "A", "b", "c"]}, r"task.actions: .* are not different names"),
@@ -266,6 +278,14 @@ def test_worked_walks_agree_with_the_environment():
     other = GymnasiumTask(id="Blackjack-v1", returns=(-1, 1))
     with pytest.raises(UsageError, match="no table of its transitions"):
         next(warmup_examples(other, mistakes=0.0, seed=0))
+
+
+def test_the_alphabet_has_the_characters_of_instructions_and_actions():
+    known = task_alphabet(GymnasiumTask(**LAKE))
+    assert not set("éß") & set(known)
+    names = ["west", "süd", "east", "north"]
+    task = GymnasiumTask(**LAKE, instructions="à gauche", actions=names)
+    assert set(task_alphabet(task)) == {*known, "à", "ü"}
 
 
 def test_plans_account_for_slips():

@@ -64,7 +64,7 @@ def test_a_tool_is_called_and_the_answer_graded():
 
 
 def test_a_wrong_answer_and_every_other_end_earn_nothing():
-    env = environment(max_turns=2, max_tokens=40)
+    env, samples = environment(max_turns=2, max_tokens=40), []
     for turns, finish, ended in (
         (["Answer: 0"], "stop", "stop"),
         (["Answer: 0"], "length", "length"),
@@ -73,6 +73,11 @@ def test_a_wrong_answer_and_every_other_end_earn_nothing():
     ):
         (sample,), _ = play(env, turns, finish=finish)
         assert (sample.reward, sample.finish) == (0.0, ended)
+        samples.append(sample)
+    metrics = rollout_metrics([Group(0, tuple(samples[:3])), Group(1, tuple(samples[3:]))])
+    assert metrics["train/cut_by_length"] == 0.25
+    assert metrics["train/turns"] == 1.5
+    assert metrics["train/response_length"] == sum(s.response_length for s in samples) / 4
     right = env.train_problem(0).answer
     (cut,), _ = play(env, [f"Answer: {right}"], finish="length")
     assert cut.reward == 0.0

@@ -1,0 +1,62 @@
+"""Checks of an engine on a scorer with known probabilities, and of routes that are not there."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onepolicy.engine_check.checks import topk_share
+from onepolicy.engine_check.command import check_route_shapes
+
+ROW = [0.1, 0.4, 0.2, 0.3]  # the likeliest first: 1, 3, 2, 0
+
+
+def scored(targets, trainable):
+    """Return a scorer that gives every slot the probabilities ROW, and a batch of two forwards."""
+    batch = SimpleNamespace(
+        trainable=torch.tensor(trainable), target_ids=torch.tensor(targets), to=lambda device: batch
+    )
+    batch.select = lambda chosen: scored(targets[chosen], trainable[chosen])[1]
+    half = len(targets) // 2
+    scorer = SimpleNamespace(
+        device="cpu",
+        micro_batches=lambda batch: [slice(0, half), slice(half, None)],
+        logits=lambda micro, slots: torch.tensor(ROW).log().expand(len(slots), 4),
+    )
+    return scorer, batch
+
+
+def test_the_share_of_tokens_among_the_likeliest(subtests):
+    """Of the four that are trained on, one is the likeliest, one the second, two the third."""
+    scorer, batch = scored([1, 0, 3, 2, 2], [True, False, True, True, True])
+    for k, share, mass in ((1, 0.25, 0.4), (2, 0.5, 0.7), (3, 1.0, 0.9)):
+        with subtests.test(k=k):
+            found, logs = topk_share(scorer, batch, k)
+            assert found == share
+            assert logs.tolist() == pytest.approx([math.log(mass)] * 4)
+
+
+def pair(*, routes=True, spec=object(), reprefill=False):
+    return SimpleNamespace(
+        route_spec=spec,
+        config=SimpleNamespace(uses_reprefill=reprefill),
+        engine=SimpleNamespace(caps=SimpleNamespace(returns_routes=routes)),
+    )
+
+
+def test_routes_that_are_missing_or_not_needed():
+    absent = check_route_shapes(pair(routes=False), [])["routes"]
+    assert (absent.name, absent.passed, absent.found) == ("routes", False, "the engine returns none")
+    assert "replay.source=reprefill" in absent.fix
+    answered = SimpleNamespace(prompts=[[1]], completions=[SimpleNamespace(routing=None)])
+    absent = check_route_shapes(pair(), [answered])["routes"]
+    assert (absent.name, absent.passed, absent.found) == ("routes", False, "request 0 has none")
+    for each, reason in ((pair(spec=None), "dense"), (pair(reprefill=True), "reprefill")):
+        found = check_route_shapes(each, [answered])
+        assert [(name, check.name) for name, check in found.items()] == [
+            ("routes", "routes"),
+            ("layers", "layers"),
+        ]
+        assert {check.passed for check in found.values()} == {None}
+        assert reason in found["routes"].found
