@@ -86,6 +86,12 @@ def dump_rows(
         }
         if scored.entropy is not None:
             row["entropy"] = _predicted(scored.entropy[slots], 0.0)
+        if scored.support is not None:
+            support = scored.support.at(slots)
+            row["support_ids"] = support.ids.tolist()
+            row["support_counts"] = _predicted(support.sizes, 0)
+        if scored.logp_vocabulary is not None:
+            row["logp_vocabulary"] = _predicted(scored.logp_vocabulary[slots], 0.0)
         if native is not None and native.logp_old is not None:
             row["logp_native"] = _predicted(native.logp_old[slots], 0.0)
         if scored.routing is not None and scored.routing_native is not None:

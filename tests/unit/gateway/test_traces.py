@@ -5,6 +5,7 @@ import json
 import torch
 
 from onepolicy.gateway.traces import TraceWriter, dump_rows
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import RoutingTrace
 from support.gateway_app import session_of
 from support.token_batches import batch_with
@@ -51,6 +52,16 @@ def test_rows_hold_whole_paths():
     }
     assert (other["tokens"], other["mask"]) == ([5, 9], [False, True])
     assert other["routes_rollout"] == [6, 7, -1, -1]
+
+
+def test_rows_hold_the_supports_of_their_tokens():
+    support = SupportTrace.from_sets([[], [7, 8], [8], [9, 4, 2]])
+    values = torch.tensor([-9.0, -4.0, -5.0, -6.0])
+    batch = scored_batch().replace(support=support, logp_vocabulary=values)
+    one, other = dump_rows(batch, None, step=0, reward=0.0)
+    assert (one["support_ids"], one["support_counts"]) == ([7, 8, 8], [0, 0, 2, 1])
+    assert (other["support_ids"], other["support_counts"]) == ([2, 4, 9], [0, 3])
+    assert one["logp_vocabulary"] == [0.0, -9.0, -4.0, -5.0]
 
 
 def test_every_episode_has_a_line(tmp_path):
