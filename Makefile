@@ -135,7 +135,7 @@ train-agent-vllm: $(VENV)/.vllm $(AGENT) ## the same with vLLM as the engine
 
 # The policy, the run and the page of docs/zero.md. openai-agents is in the venv of the gateway's tests.
 zero: | $(GATEWAY)/.ready ## an unmodified agent program, and not one bit between what it sampled and what is trained
-	OMP_NUM_THREADS=1 $(GATEWAY)/bin/python benchmarks/zero/zero.py
+	OMP_NUM_THREADS=1 $(GATEWAY)/bin/python benchmarks/zero/run.py
 
 zero-arms: | $(GATEWAY)/.ready ## after it: each protection off in bfloat16, its worth and the verdict that names it
 	OMP_NUM_THREADS=1 $(GATEWAY)/bin/python benchmarks/zero/arms.py

@@ -2,7 +2,7 @@
 
     python benchmarks/zero/arms.py [--out runs/zero] [a.b=value ...]
 
-The policy and the program of zero.py, after it. bfloat16 rollouts, float32 trainer, R3, top_p 0.95,
+The policy and the program of run.py, after it. bfloat16 rollouts, float32 trainer, R3, top_p 0.95,
 weights that change between turns. Each step's conversations are scored with every protection, and
 then with one off at a time, as a trainer without it would score them. Each scoring is a dump, and
 the verdict on it is `onepolicy audit`'s. Three arms are this product's own switches: replay off, no
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from zero.run import play
 from zero.witness import Witness
-from zero.zero import play
 
 from onepolicy.audit.run import audit
 from onepolicy.build.components import Components
@@ -173,7 +173,7 @@ def packed_forward(model: Any) -> Callable[[list[Tensor]], Tensor]:
 
 
 def measure(folder: Path, made: Path, settings: Sequence[str]) -> list[dict[str, Any]]:
-    """Play a run into a new folder, and return a row for every arm. made: of `zero.play`."""
+    """Play a run into a new folder, and return a row for every arm. made: of `run.play`."""
     hooks: list[Arms] = []
 
     def make(components: Components) -> Hook:

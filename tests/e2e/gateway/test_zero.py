@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("agents", reason="make test-gateway installs it")
-from zero import conversations, picture, zero
+from zero import conversations, picture, run
 from zero.arms import ALL, OFF, measure, without_thoughts
 from zero.witness import Witness
 
@@ -51,7 +51,7 @@ def made(tmp_path_factory):
 
 def test_every_token_of_a_program_has_the_bits_that_are_trained(made, tmp_path):
     witness = Witness(tmp_path / "rows")
-    zero.play(tmp_path, made, SMALLER, lambda _: witness, witness)
+    run.play(tmp_path, made, SMALLER, lambda _: witness, witness)
     counts = witness.counts
     assert counts.is_zero
     total = counts.total
@@ -79,7 +79,7 @@ def test_a_bit_that_differs_stops_the_run(made, tmp_path, monkeypatch):
     monkeypatch.setattr(OwnWeights, "score", wrong)
     witness = Witness(tmp_path / "rows")
     with pytest.raises(Exception, match=r"1 of .* log-probabilities differ"):
-        zero.play(tmp_path, made, SMALLER, lambda _: witness, witness)
+        run.play(tmp_path, made, SMALLER, lambda _: witness, witness)
 
 
 def test_a_protection_that_is_off_is_a_gap(made, tmp_path):
@@ -101,10 +101,10 @@ def test_the_teacher_writes_what_the_program_asks():
     config = ProgramTask(
         problems={"kind": "gym", "name": "products"},
         command=[sys.executable, "/program/agent.py", "{prompt}"],
-        folder=str(zero.HERE / "program"),
+        folder=str(run.HERE / "program"),
         template=str(conversations.TEMPLATE),
         env={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
-        readable=zero.readable(),
+        readable=run.readable(),
     )
     programs = Programs(config, make_task(config.problems), tokenizer, max_len=768)
     programs.check(max_tokens=110, max_len=768)

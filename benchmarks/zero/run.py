@@ -1,6 +1,6 @@
 """`make zero`: what an agent program sampled has the bits of what is trained on.
 
-    python benchmarks/zero/zero.py [--out runs/zero] [--policy FOLDER] [a.b=value ...]
+    python benchmarks/zero/run.py [--out runs/zero] [--policy FOLDER] [a.b=value ...]
 
 It writes the program's conversations, warms up a tiny hybrid MoE on them (`onepolicy make-policy`),
 and trains it by recipe.toml: openai-agents plays the episodes through the gateway, and the weights
