@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Debian 12's pip would otherwise install an sdist by setup.py, without its licence.
 export PIP_USE_PEP517 := 1
 
-.PHONY: help train rescue demonstration train-agent train-agent-vllm system check test test-all vllm sglang site clean
+.PHONY: help train rescue demonstration train-agent train-agent-vllm zero zero-arms system check test test-all vllm sglang site clean
 help: ## this text
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -132,6 +132,13 @@ train-agent: $(AGENT) ## the same in episodes with tools: a policy that guesses 
 train-agent-vllm: $(VENV)/.vllm $(AGENT) ## the same with vLLM as the engine
 	$(BIN)/onepolicy train recipes/agent_products.toml out=runs/agent_products_vllm \
 	  rollout.engine.kind=vllm rollout.engine.kv_cache_gib=0.25 rollout.engine.block_size=32
+
+# The policy, the run and the page of docs/zero.md. openai-agents is in the venv of the gateway's tests.
+zero: | $(GATEWAY)/.ready ## an unmodified agent program, and not one bit between what it sampled and what is trained
+	OMP_NUM_THREADS=1 $(GATEWAY)/bin/python benchmarks/zero/run.py
+
+zero-arms: | $(GATEWAY)/.ready ## after it: each protection off in bfloat16, its worth and the verdict that names it
+	OMP_NUM_THREADS=1 $(GATEWAY)/bin/python benchmarks/zero/arms.py
 
 system: ## system programs that tests drive, installed as root or by sudo; else their tests skip
 	@tests/system.sh

@@ -14,7 +14,6 @@ from torch import Tensor
 from onepolicy.gateway.history import History
 from onepolicy.gateway.tree import breaks_of
 from onepolicy.record.export import write_step
-from onepolicy.support.trace import SupportTrace
 from onepolicy.types import RoutingTrace, TokenBatch
 
 DUMP, EPISODES = "dump", "episodes.jsonl"
@@ -84,12 +83,14 @@ def dump_rows(
         }
         if scored.entropy is not None:
             row["entropy"] = _predicted(scored.entropy[slots], 0.0)
-        if native is not None and native.logp_old is not None:
-            row["logp_native"] = _predicted(native.logp_old[slots], 0.0)
         if scored.support is not None:
-            row |= _support_columns(scored.support.at(slots))
+            support = scored.support.at(slots)
+            row["support_ids"] = support.ids.tolist()
+            row["support_counts"] = _predicted(support.sizes, 0)
         if scored.logp_vocabulary is not None:
             row["logp_vocabulary"] = _predicted(scored.logp_vocabulary[slots], 0.0)
+        if native is not None and native.logp_old is not None:
+            row["logp_native"] = _predicted(native.logp_old[slots], 0.0)
         if scored.routing is not None and scored.routing_native is not None:
             row["routes_rollout"] = _route_entries(scored.routing, slots)
             row["routes_trainer"] = _route_entries(scored.routing_native, slots)
@@ -101,11 +102,6 @@ def dump_rows(
 def _predicted(values: Tensor, first: float) -> Sequence[Any]:
     """Return an entry for every token from values [T] of the slots that predict them."""
     return [first, *values.tolist()]
-
-
-def _support_columns(trace: SupportTrace) -> dict[str, list[int]]:
-    """Return the sets that tokens were drawn from: their ids, joined, and how many a token has."""
-    return {"support_ids": trace.ids.tolist(), "support_counts": [0, *trace.sizes.tolist()]}
 
 
 def _route_entries(trace: RoutingTrace, slots: slice) -> list[int]:

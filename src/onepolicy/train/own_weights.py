@@ -53,7 +53,7 @@ class OwnWeights:
             wanted = (values == version) | (routes == version)
             samples = batch.segment[wanted].unique().tolist()
             slots = batch.slots_of(samples)
-            with self._weights_of(version):
+            with self.weights_of(version):
                 scored = self._scorer.score_unchecked(batch.select(samples), replay=False)
             assert scored.logp_old is not None
             of_values, of_routes = values[slots] == version, routes[slots] == version
@@ -66,7 +66,7 @@ class OwnWeights:
         return batch.replace(logp_old=logp, routing_native=native)
 
     @contextmanager
-    def _weights_of(self, version: int) -> Iterator[None]:
+    def weights_of(self, version: int) -> Iterator[None]:
         """Give the policy the weights of a version. Afterwards it has its own tensors again."""
         if version == self._scorer.version:
             yield

@@ -1,0 +1,135 @@
+"""benchmarks/zero: the same path with a small random hybrid, and what it would say if bits
+differed."""
+
+import asyncio
+import random
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("agents", reason="make test-gateway installs it")
+from zero import conversations, picture, run
+from zero.arms import ALL, OFF, measure, without_thoughts
+from zero.witness import Witness
+
+from onepolicy.config import ProgramTask
+from onepolicy.config.policy import PolicyConfig
+from onepolicy.envs import make_task
+from onepolicy.envs.multiturn.prompt_checks import ASCII
+from onepolicy.gateway.program_task import Programs
+from onepolicy.interfaces import Problem
+from onepolicy.rollout.collect import play_episode
+from onepolicy.run.hooks import OwnWeights
+from onepolicy.tiny.model import make_model, make_tokenizer, save_policy
+from onepolicy.types import Sampling
+from support.paths import ROOT
+from support.recording_engine import RecordingEngine
+from support.small_policy import SMALL
+
+pytestmark = [pytest.mark.gateway, pytest.mark.process, pytest.mark.needs("bwrap")]
+PROGRAMS = ROOT / "tests" / "support" / "gateway" / "programs"
+SMALLER = (
+    *("steps=3", "rollout.group_size=2", "rollout.sampling.max_tokens=12", "log.report=false"),
+    *('task.command=["python3", "/program/asker.py", "well"]', f"task.folder={PROGRAMS}"),
+    *("task.reward=exit", "optim.lr=1e-3", "objective.entropy_coef=0.01", "checkpoint.every=3"),
+)
+"""A program of two turns, without an SDK, and few tokens."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Write problems, and a small hybrid with random weights. Return their folder."""
+    folder = tmp_path_factory.mktemp("zero")
+    conversations.write_problems(folder / "problems.jsonl", 8)
+    config = PolicyConfig(**(SMALL.model_dump() | {"recurrent": 3, "layers": 4, "max_len": 768}))
+    tokenizer = make_tokenizer(ASCII)
+    save_policy(make_model(config, len(tokenizer)).eval(), tokenizer, config, folder / "policy")
+    return folder
+
+
+def test_every_token_of_a_program_has_the_bits_that_are_trained(made, tmp_path):
+    witness = Witness(tmp_path / "rows")
+    run.play(tmp_path, made, SMALLER, lambda _: witness, witness)
+    counts = witness.counts
+    assert counts.is_zero
+    total = counts.total
+    assert counts.line().startswith(f"0 of {total.tokens:,} log-probabilities differ")
+    assert counts.requests["turns"] >= 24  # 12 episodes and those that the run left behind
+    assert {0, 1} <= set(counts.turns)
+    assert total.tokens == sum(counts.by_version.values()) > 100
+    assert len(counts.by_version) > 1
+    assert total.routes > 0
+    assert picture.write_pages(tmp_path, counts).exists()
+    assert "equal" in (tmp_path / "report.html").read_text()
+    files = sorted((tmp_path / "rows").iterdir())
+    assert [file.name for file in files] == [f"step_{step:05d}_0.parquet" for step in range(3)]
+
+
+def test_a_bit_that_differs_stops_the_run(made, tmp_path, monkeypatch):
+    score = OwnWeights.score
+
+    def wrong(self, batch):
+        scored = score(self, batch)
+        slot = int(scored.trainable.nonzero()[0, 0])
+        scored.logp_old[slot] = torch.nextafter(scored.logp_old[slot], torch.tensor(-99.0))
+        return scored
+
+    monkeypatch.setattr(OwnWeights, "score", wrong)
+    witness = Witness(tmp_path / "rows")
+    with pytest.raises(Exception, match=r"1 of .* log-probabilities differ"):
+        run.play(tmp_path, made, SMALLER, lambda _: witness, witness)
+
+
+def test_a_protection_that_is_off_is_a_gap(made, tmp_path):
+    """In bfloat16, on few tokens of random weights, that of most is plain."""
+    rows = {row["arm"]: row for row in measure(tmp_path, made, SMALLER)}
+    assert list(rows) == [ALL, *OFF]
+    whole = rows[ALL]["k3"]
+    assert 0 < whole < 1e-5
+    for arm in ("R3", "reset of recurrent states"):
+        assert rows[arm]["k3"] > whole, arm
+    for arm in ("support", "weight versions"):
+        assert rows[arm]["k3"] > 10 * whole, arm
+    assert "linear_attn" in rows["reset of recurrent states"]["also"]
+
+
+def test_the_teacher_writes_what_the_program_asks():
+    """openai-agents plays a whole episode; each prompt is that of the warm-up, to the token."""
+    tokenizer = make_tokenizer(ASCII)
+    config = ProgramTask(
+        problems={"kind": "gym", "name": "products"},
+        command=[sys.executable, "/program/agent.py", "{prompt}"],
+        folder=str(run.HERE / "program"),
+        template=str(conversations.TEMPLATE),
+        env={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
+        readable=run.readable(),
+    )
+    programs = Programs(config, make_task(config.problems), tokenizer, max_len=768)
+    programs.check(max_tokens=110, max_len=768)
+    teacher = conversations.Teacher(programs.renderer)
+    conversations.play(teacher, [7, 1, 3, 5], random.Random(0), guesses=0.0)
+    engine = RecordingEngine(tokenizer, [text for _, text in teacher.turns])
+    sampling = Sampling(1.0, 110, top_p=0.95, support=True)
+    problem = Problem(0, "7+1+3+5", "16")
+    samples = asyncio.run(play_episode(engine, programs, problem, sampling, lambda turn: turn))
+    asked = [tokenizer.decode(tokens) for tokens, _, _ in engine.requests]
+    assert asked == [prompt for prompt, _ in teacher.turns]
+    assert len(samples) == 6  # the lead's path, a compaction each, and three of the helper
+
+
+def test_a_history_without_thoughts_is_the_one_that_the_client_sent():
+    """Planted in the arm of exact ids: the tokens of a rendering, with each token's own values."""
+    teacher = next(conversations.episodes(1, 0.0))
+    sample = teacher.history.to_samples(reward=1.0, temperature=1.0)[0]
+    decode = teacher.tokenizer.decode
+    numbered = torch.arange(len(sample.tokens) - 1, dtype=torch.int32)
+    found = without_thoughts(replace(sample, version=numbered), teacher.tokenizer)
+    text = decode(sample.tokens.tolist())
+    first = text.index("<think>")
+    stop = text.index("</think>\n") + len("</think>\n")
+    assert decode(found.tokens.tolist()) == text[:first] + text[stop:]
+    assert "<think>" in text[stop:]  # the last turn has its own
+    kept = [slot for slot in numbered.tolist() if found.version.eq(slot).any()]
+    assert torch.equal(sample.tokens[1:][kept], found.tokens[1:])
