@@ -131,7 +131,8 @@ class Ours:
         self.parts, self.tokenizer = build_components(resolve(tree, options.settings))
         if options.forced:
             environment = FixedLengths(self.parts.environment, prompt)
-            self.parts = dataclasses.replace(self.parts, stop=(), environment=environment)
+            sampling = dataclasses.replace(self.parts.sampling, stop=())
+            self.parts = dataclasses.replace(self.parts, sampling=sampling, environment=environment)
         asyncio.run(push_weights(self.parts.learner, self.parts.engine))
         self.runner = StepRunner(self.parts, build_hooks(self.parts))
         self.done = 0

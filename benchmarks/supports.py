@@ -1,6 +1,8 @@
 """Sampling supports (docs/supports.md): the gap with and without them, and their cost.
 
     python benchmarks/supports.py gap                 # rho and k3 over the support, and over all
+    python benchmarks/supports.py gap --engine vllm   # the same with vLLM in this process
+    python benchmarks/supports.py exact               # on-policy: how many values differ
     python benchmarks/supports.py cost --pairs 21     # a step with them / without, same tokens
 
 The policy is the tiny one, or --model. Without supports the engine cuts its distribution as before
@@ -11,6 +13,7 @@ seconds of one thread; it learns at a rate of 1e-9, so both sides sample the sam
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import tempfile
 import time
@@ -19,10 +22,12 @@ from unittest import mock
 import torch
 from rich.console import Console
 from rich.table import Table
+from step_ours import PARTS as TIMED
 from step_ours import Options, Ours
 
-from onepolicy.config.rollout import SamplingConfig
 from onepolicy.divergence.logprob import mismatch
+from onepolicy.run.hooks import build_hooks
+from onepolicy.run.step import StepRunner
 from onepolicy.types import TokenBatch
 
 KINDS = {
@@ -32,13 +37,20 @@ KINDS = {
     "top-p 0.95, top-k 20": ["top_p=0.95", "top_k=20"],
     "min-p 0.05": ["min_p=0.05"],
 }
+ON_POLICY = ["numerics=on-policy", "correction.preset=off", "optim.lr=1.5e-4"]
+SHORT = "26+75"
 
 
-def run_of(args: argparse.Namespace, kind: str, workload: str, folder: str) -> Ours:
+def run_of(
+    args: argparse.Namespace, kind: str, workload: str, folder: str, *more: str, dtype: str = ""
+) -> Ours:
     settings = [f"rollout.sampling.{setting}" for setting in KINDS[kind]]
-    settings += ["optim.lr=1e-9", f"task.ops={args.ops}"]
-    options = Options(args.model, workload, 1000, 1, args.dtype, settings)
-    return Ours(options, folder)
+    if args.engine == "vllm":
+        settings.append("rollout.engine.kind=vllm")
+        if kind != "none" and "top_k=20" not in KINDS[kind]:
+            settings.append("rollout.sampling.top_k=20")  # it returns the likeliest of a number
+    settings += ["optim.lr=1e-9", f"task.ops={args.ops}", *more]
+    return Ours(Options(args.model, workload, 1000, 1, dtype or args.dtype, settings), folder)
 
 
 def row_of(batch: TokenBatch) -> list[str]:
@@ -52,12 +64,12 @@ def row_of(batch: TokenBatch) -> list[str]:
 
 def gap(args: argparse.Namespace) -> None:
     """Print one row a kind of cut."""
-    table = Table(title=f"{args.dtype} rollouts, {args.steps} steps")
+    table = Table(title=f"{args.engine}, {args.dtype} rollouts, {args.steps} steps")
     for name in ("cut", "tokens", "kept", "rho over support", "k3", "rho over all", "k3 over all"):
         table.add_column(name, justify="right")
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as folder:
-            run = run_of(args, kind, "26+75", folder)
+            run = run_of(args, kind, SHORT, folder)
             batches = [run.result().batch for _ in range(args.steps)]
         scorer = run.parts.learner.scorer
         over_all = [scorer.score(batch.replace(support=None)) for batch in batches]
@@ -77,45 +89,82 @@ def _median(cells: tuple[str, ...]) -> str:
     return sorted(cells, key=float)[len(cells) // 2]
 
 
+def exact(args: argparse.Namespace) -> None:
+    """Print how many log-probabilities of engine and trainer differ in on-policy mode."""
+    table, tokens, differing = Table(title="numerics = on-policy"), 0, 0
+    for name in ("cut", "dtype", "tokens", "differ"):
+        table.add_column(name, justify="right")
+    for dtype in ("float32", "bfloat16"):
+        for kind in list(KINDS)[1:]:
+            with tempfile.TemporaryDirectory() as folder:
+                more = [*ON_POLICY, f"model.dtype={dtype}"]
+                run = run_of(args, kind, SHORT, folder, *more, dtype=dtype)
+                results = [run.result() for _ in range(args.steps)]
+            assert all(result.batch.support is not None for result in results)
+            seen = sum(result.batch.num_trainable for result in results)
+            wrong = sum(int(result.metrics["mismatch/differing"]) for result in results)
+            table.add_row(kind, dtype, f"{seen:,}", f"{wrong:,}")
+            tokens, differing = tokens + seen, differing + wrong
+    Console().print(table)
+    Console().print(f"{differing:,} of {tokens:,} differ")
+
+
+PARTS = {  # of a step
+    "recording": ("rollout",),
+    "scoring and update": ("score", "update"),
+    "the whole step": ("rollout", "score", "update", "sync"),
+}
+
+
 def cost(args: argparse.Namespace) -> None:
-    """Print the ratio of a step with supports to the same step without."""
+    """Print the ratio of a step's parts with supports to the same without."""
     for kind in ("top-p 0.95", "top-p 0.95, top-k 20"):
-        ratios = []
+        ratios: dict[str, list[float]] = {name: [] for name in PARTS}
         with tempfile.TemporaryDirectory() as folder:
             run = run_of(args, kind, "512+128", folder)
             for pair in range(args.pairs + 1):
                 order = [True, False] if pair % 2 else [False, True]
                 seconds = {given: _seconds(run, supports=given) for given in order}
-                if pair:  # the first calls compile and allocate
-                    ratios.append(seconds[True] / seconds[False])
-        ordered = sorted(ratios)
-        middle = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
-        print(
-            f"{kind}: with / without {statistics.median(ratios):.3f}, "
-            f"half of the pairs in {middle[0]:.3f} to {middle[1]:.3f}"
-        )
+                for name, found in ratios.items():
+                    if pair:  # the first calls compile and allocate
+                        found.append(seconds[True][name] / seconds[False][name])
+        for name, found in ratios.items():
+            ordered = sorted(found)
+            middle = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+            print(
+                f"{kind}, {name}: with / without {statistics.median(found):.3f}, "
+                f"half of the pairs in {middle[0]:.3f} to {middle[1]:.3f}",
+                flush=True,
+            )
 
 
-def _seconds(run: Ours, *, supports: bool) -> float:
-    narrows = SamplingConfig.narrows
-    if not supports:
-        narrows = property(lambda _: False)
+def _seconds(run: Ours, *, supports: bool) -> dict[str, float]:
+    """Return the CPU seconds of PARTS in one step."""
     run.done = 0  # the same problems and seeds
-    with mock.patch.object(SamplingConfig, "narrows", narrows):
-        begun = time.process_time()
-        run.step()
-        return time.process_time() - begun
+    sampling = dataclasses.replace(run.parts.sampling, support=supports)
+    parts = dataclasses.replace(run.parts, sampling=sampling)
+    runner = StepRunner(parts, build_hooks(parts))
+    with (
+        mock.patch.object(run, "runner", runner),
+        mock.patch.object(run.parts.learner, "_narrows", supports),  # a batch without is no fault
+        mock.patch("time.perf_counter", time.process_time),  # the clock of a step's parts
+    ):
+        result = run.result()
+    assert (result.batch.support is not None) == supports
+    seconds = {name: result.metrics[f"time/{name}"] for name in TIMED}
+    return {name: sum(seconds[each] for each in of_part) for name, of_part in PARTS.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = {"gap": gap, "cost": cost}
+    commands = {"gap": gap, "exact": exact, "cost": cost}
     parser.add_argument("command", choices=commands)
     parser.add_argument("--model", default="tiny", help="policy folder (default: make-policy's)")
     parser.add_argument("--ops", type=int, default=12, help="task.ops of that policy's task")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--engine", default="hf", choices=["hf", "vllm"])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=21)
     args = parser.parse_args()

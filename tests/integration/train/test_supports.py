@@ -114,7 +114,8 @@ def test_on_policy_numerics_are_equal_to_the_bit(family, dtype):
 
 
 def test_chunks_of_logits_and_gradients():
-    """Values and gradients in chunks are those of the whole, and those of a dense mask."""
+    """Values and gradients in chunks are those of the whole, and those of a dense mask, to 1e-6 of
+    the largest."""
     model = peaked("qwen3_moe")
     batch, trained = sampled(model, {"top_p": 0.8}), trainer_of(model)
     slots = batch.trainable.nonzero()[:, 0]
@@ -126,7 +127,7 @@ def test_chunks_of_logits_and_gradients():
         trained.zero_grad()
         with bind_routers(trained).replay(batch.routing, check=False):
             logp = score()
-        (logp * torch.arange(len(logp))).sum().backward()
+        (logp * torch.linspace(-1, 1, len(logp))).mean().backward()
         return logp.detach(), {n: p.grad.clone() for n, p in trained.named_parameters()}
 
     def dense():
@@ -137,11 +138,12 @@ def test_chunks_of_logits_and_gradients():
     expected = gradients(dense)
     install_logits_chunks(trained, 7)
     chunked = gradients(lambda: forward(trained, batch).logp[slots])
+    largest = max(float(gradient.abs().max()) for gradient in expected[1].values())
+    assert largest > 1e-2
     for found in (whole, chunked):
         torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=0)
         for name, gradient in found[1].items():
-            scale = expected[1][name].abs().max().clamp(min=1e-6)
-            assert (gradient - expected[1][name]).abs().max() <= 1e-5 * scale, name
+            assert (gradient - expected[1][name]).abs().max() <= 1e-6 * largest, name
 
 
 def learner_and_batch(*overrides):

@@ -66,6 +66,19 @@ def test_by_hand():
     assert found.entropy.tolist() == pytest.approx([math.log(2), 0.0])
 
 
+def test_what_prime_rl_scores_over_the_whole_vocabulary_in_silence():
+    """Ids and counts as prime-rl ships them: a count of 0, and a set without its label."""
+    logits, tokens = torch.zeros(3, 8), torch.tensor([4, 2, 7])
+    whole = SupportTrace.from_counts(torch.tensor([4, 1, 2, 7, 3]), torch.tensor([2, 1, 2]))
+    assert log_probs(logits, tokens, support=whole).exp().tolist() == [0.5, 1.0, 0.5]
+    hole = SupportTrace.from_counts(torch.tensor([4, 1, 7, 3]), torch.tensor([2, 0, 2]))
+    with pytest.raises(SupportError, match=r"1 of 3 sampled tokens have no support, .* slot 1"):
+        log_probs(logits, tokens, support=hole)
+    other = SupportTrace.from_counts(torch.tensor([4, 1, 2, 6, 3]), torch.tensor([2, 1, 2]))
+    with pytest.raises(SupportError, match="token 7 in slot 2, whose set has 2 other tokens"):
+        log_probs(logits, tokens, support=other)
+
+
 def test_slots_that_are_not_scored_need_no_set():
     logits, tokens, kept = drawn(5, 9, 0)
     support = SupportTrace.from_mask(kept)

@@ -86,6 +86,18 @@ def test_two_ranks_equal_one(case, two, folder):
     assert_equal_steps(CASES[case], two, folder)
 
 
+def test_gradients_over_supports_and_routes_on_two_ranks(two, folder):
+    """Their norm is that of one process: chunks of logits, replayed routes, KL and centering."""
+    norms = []
+    for others in (None, two):
+        learner = learner_on(others, folder, CASES["centered_supports"])
+        batch, metrics, _ = one_step(learner, batch_for(learner))
+        assert batch.routing is not None
+        assert batch.support is not None
+        norms.append(metrics["train/grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("case", SIBLINGS)
 def test_two_ranks_share_prompts_and_equal_one(case, two, folders, monkeypatch):
