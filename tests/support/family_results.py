@@ -241,7 +241,8 @@ experts and the setting behind the semicolon. For every family whose note does n
 too, and **random routes** are what the experts get, with weights other than 0 and a gradient for
 every router (`PYTHONPATH=tests python -m support.family_results`;
 `tests/integration/replay/test_families.py` compares). Whether your trainer packs a model with
-recurrent layers rightly, `op.check_packing(model)` says ([hybrids](hybrids.md#in-your-own-trainer)).
+recurrent layers rightly, `op.check_packing(model)` says
+([hybrids](hybrids.md#in-your-own-trainer)).
 
 | weights from | model types |
 |---|---|
