@@ -18,7 +18,7 @@ from onepolicy.record.read import read_dump
 from support.paths import ROOT
 from support.waiting import until
 
-pytestmark = [pytest.mark.gateway, pytest.mark.slow, pytest.mark.process]
+pytestmark = [pytest.mark.gateway, pytest.mark.slow, pytest.mark.timeout(7200)]
 MODEL = str(ROOT / "tests" / "support" / "policies" / "small")
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
 SECRET = "a secret of this test"
