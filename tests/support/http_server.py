@@ -73,11 +73,12 @@ class Server:
     """A server: `with Server({"GET /health": handler}) as server:`. A handler takes a Request and
     returns a Reply or JSON.
 
-    Unknown paths are 404. `asked` holds every request, in order.
+    Unknown paths are 404. `asked` holds every request, in order. port: 0 for any.
     """
 
     handlers: dict[str, Callable[[Request], Any]]
     asked: list[Request] = field(default_factory=list)
+    port: int = 0
 
     def __enter__(self):
         server = self
@@ -146,7 +147,7 @@ class Server:
             def log_message(self, *_):
                 pass
 
-        self._http = _Server(("127.0.0.1", 0), Handler)
+        self._http = _Server(("127.0.0.1", server.port), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(
             target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True

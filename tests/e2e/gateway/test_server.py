@@ -137,6 +137,19 @@ def test_who_has_the_secret_begins_and_ends_episodes():
         assert (answer.status_code, "has ended" in answer.text) == (403, True)
 
 
+def test_who_has_the_secret_sees_the_tree_of_an_open_episode():
+    app = App("yes")
+    asked = {"episode": "a"}
+    assert app.post("/v1/episodes/tree", asked, key=app.secret).status_code == 404
+    app.post("/v1/chat/completions", PATHS["/v1/chat/completions"])
+    assert app.post("/v1/episodes/tree", asked).status_code == 401  # a program's key
+    (turn,) = app.post("/v1/episodes/tree", asked, key=app.secret).json()["turns"]
+    (recorded,) = app.episodes.find(app.key).history.turns
+    assert turn["sampled"] == recorded.completion.token_ids.tolist()
+    assert turn["prompt"] == recorded.path.tokens[: recorded.start]
+    assert (turn["parent"], turn["root"], turn["facts"]) == (None, 0, [])
+
+
 def test_an_episode_that_cannot_be_scored_stays_open():
     app = App("yes")
     app.post("/v1/messages", PATHS["/v1/messages"])

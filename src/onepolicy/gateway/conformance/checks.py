@@ -221,8 +221,8 @@ def _check_tokens(turn: Body, answer: Answer | None, where: str) -> None:
     if recorded != told and -1 not in told:
         raise Failure("usage", f"{where}: {recorded} tokens are recorded, the client heard {told}")
     if not answer.calls and answer.cut != (turn["finish"] == "length"):
-        told = f"the turn ended by {turn['finish']}, and the client heard another end"
-        raise Failure("answer", f"{where}: {told}")
+        ended = f"the turn ended by {turn['finish']}, and the client heard another end"
+        raise Failure("answer", f"{where}: {ended}")
     values, versions = turn["logp"], turn["versions"]
     fitting = len(values) == len(versions) == len(turn["sampled"])
     if not fitting or any(v is None or v > HIGHEST_LOGP for v in values):
