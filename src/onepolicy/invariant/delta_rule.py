@@ -176,7 +176,7 @@ def _decodes_by_tables(row: Row) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where a decode step's tokens are in tables of a layer's shape, by (row, head): n of them."""
+    """Places of a decode step's tokens in tables of a layer's shape, by (row, head): n of them."""
 
     pair: Tensor  # [n] int64, row * H + head
     column: Tensor  # [n, 1] int64, the token's place in its chunk
