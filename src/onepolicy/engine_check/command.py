@@ -128,7 +128,7 @@ async def check_pair(
             results["temperature"] = check_greedy(scorer, batch, results["temperature"])
             batch = score_generated(scorer, narrow)
             results["support"] = check_topk_request(scorer, batch, results["support"])
-        if _passed(results, "support"):
+        if _passed(results, "temperature") and _passed(results, "support"):
             needed = pair.config.rollout.sampling.narrows
             results["support"] = check_returned_supports(
                 scorer, kept, results["support"], needed=needed

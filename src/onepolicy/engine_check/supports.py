@@ -1,4 +1,4 @@
-"""Whether an engine returns the tokens that top_p, top_k and min_p kept, and the right ones."""
+"""Check that an engine returns the tokens that top_p, top_k and min_p kept, and the right ones."""
 
 from __future__ import annotations
 
@@ -114,9 +114,10 @@ def _wrong_values(support: SupportTrace, done: Completion) -> str | None:
     )
     short = ((total - 1).abs() > TOTAL_TOLERANCE).nonzero()[:, 0].tolist()
     if short:
+        found = float(total[short[0]])
         return (
-            f"the probabilities of the set of token {short[0]} add up to "
-            f"{float(total[short[0]]):.6f}, as if tokens were missing"
+            f"the probabilities of the set of token {short[0]} add up to {number(found)}, "
+            f"{number(abs(found - 1))} from 1, as if tokens were missing"
         )
     own = support.ids == done.token_ids[support.slot_of]
     if not torch.allclose(support.logp[own], done.logp, atol=1e-4, rtol=0):
