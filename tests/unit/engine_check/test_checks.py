@@ -47,7 +47,11 @@ def pair(*, routes=True, spec=object(), reprefill=False):
 
 def test_routes_that_are_missing_or_not_needed():
     absent = check_route_shapes(pair(routes=False), [])["routes"]
-    assert (absent.name, absent.passed, absent.found) == ("routes", False, "the engine returns none")
+    assert (absent.name, absent.passed, absent.found) == (
+        "routes",
+        False,
+        "the engine returns none",
+    )
     assert "replay.source=reprefill" in absent.fix
     answered = SimpleNamespace(prompts=[[1]], completions=[SimpleNamespace(routing=None)])
     absent = check_route_shapes(pair(), [answered])["routes"]
