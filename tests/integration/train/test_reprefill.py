@@ -73,18 +73,23 @@ def test_a_reprefill_finds_the_routes_of_the_engine(name, subtests):
             assert {span.source for span in pack(filled).routing.spans} == {"reprefill"}
 
 
+def forward_sizes(reprefill, group):
+    """Return the slots of each forward that records a group's routes."""
+    seen = []
+    reprefill._scorer.model.register_forward_pre_hook(
+        lambda module, args, how: seen.append(how["input_ids"].numel()), with_kwargs=True
+    )
+    reprefill.fill([group])
+    return seen
+
+
 def test_a_forward_has_as_many_whole_samples_as_fit():
     """A sample of n tokens has n - 1 slots. One that is too long has a forward of its own."""
     (sample, *_), _ = (group.samples for group in without_routes(groups_of()))
     short = [dataclasses.replace(sample, **first_slots(sample, n)) for n in (4, 5, 9, 3, 3)]
     group = Group(0, tuple(short))
     for tokens, forwards in ((9, [9, 9, 6]), (8, [4, 5, 9, 6]), (3, [4, 5, 9, 3, 3])):
-        reprefill, seen = reprefill_of(tokens=tokens), []
-        model = reprefill._scorer.model
-        hook = lambda module, args, how: seen.append(how["input_ids"].numel())  # noqa: E731
-        model.register_forward_pre_hook(hook, with_kwargs=True)
-        reprefill.fill([group])
-        assert seen == forwards
+        assert forward_sizes(reprefill_of(tokens=tokens), group) == forwards
 
 
 def test_recorded_routes_are_never_mixed_and_are_of_the_held_weights():

@@ -37,7 +37,7 @@ def test_the_share_of_tokens_among_the_likeliest(subtests):
             assert logs.tolist() == pytest.approx([math.log(mass)] * 4)
 
 
-def pair(*, routes=True, spec=object(), reprefill=False):
+def pair(*, routes=True, spec="of the model", reprefill=False):
     return SimpleNamespace(
         route_spec=spec,
         config=SimpleNamespace(uses_reprefill=reprefill),

@@ -26,7 +26,7 @@ def check(top_of, *, narrow=0.0, returned=5):
 def test_two_tokens_are_twice_as_far_apart_at_half_the_temperature():
     for apart in (0.06, 0.4, 3.0):
         check(lambda t, apart=apart: [-1.0, -1.0 - apart / t])
-        with pytest.raises(UsageError, match="nats apart at temperature 1 and .* at 0.5"):
+        with pytest.raises(UsageError, match=r"nats apart at temperature 1 and .* at 0\.5"):
             check(lambda t, apart=apart: [-1.0, -1.0 - apart])  # raw
     check(lambda t: [-1.0, -1.04])  # so near that rounding decides
 
