@@ -229,6 +229,12 @@ def test_the_command_writes_a_report_and_prints_the_verdict(policy, tmp_path, ca
     check_records(tmp_path / "m", tree)
 
 
+def test_without_a_folder_the_last_line_says_what_a_page_would_have(clean, monkeypatch, capsys):
+    monkeypatch.setattr("onepolicy.measure.measure.measure_model", lambda *_, **__: clean)
+    assert measure_and_show({}, [], loaded="m", out=None, png=False, short=False) == 0
+    assert "--out FOLDER writes a page with " in capsys.readouterr().out
+
+
 def test_a_first_look_shows_a_gap_that_replay_removes_in_eight_lines(tmp_path, monkeypatch, capsys):
     """Of real rounding to bfloat16, in a random policy of wide weights."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no tiny policy was made

@@ -48,6 +48,14 @@ def without_routes(groups):
     return found
 
 
+def first_slots(sample, count):
+    """Return the fields of a sample that ends after so many slots."""
+    names = ("trainable", "logp_rollout", "version", "turn")
+    return {name: getattr(sample, name)[:count] for name in names} | {
+        "tokens": sample.tokens[: count + 1]
+    }
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_a_reprefill_finds_the_routes_of_the_engine(name, subtests):
     groups = groups_of(name)
@@ -63,6 +71,25 @@ def test_a_reprefill_finds_the_routes_of_the_engine(name, subtests):
                     assert found.valid.all()
                     assert found.weights.shape == found.ids.shape
             assert {span.source for span in pack(filled).routing.spans} == {"reprefill"}
+
+
+def forward_sizes(reprefill, group):
+    """Return the slots of each forward that records a group's routes."""
+    seen = []
+    reprefill._scorer.model.register_forward_pre_hook(
+        lambda module, args, how: seen.append(how["input_ids"].numel()), with_kwargs=True
+    )
+    reprefill.fill([group])
+    return seen
+
+
+def test_a_forward_has_as_many_whole_samples_as_fit():
+    """A sample of n tokens has n - 1 slots. One that is too long has a forward of its own."""
+    (sample, *_), _ = (group.samples for group in without_routes(groups_of()))
+    short = [dataclasses.replace(sample, **first_slots(sample, n)) for n in (4, 5, 9, 3, 3)]
+    group = Group(0, tuple(short))
+    for tokens, forwards in ((9, [9, 9, 6]), (8, [4, 5, 9, 6]), (3, [4, 5, 9, 3, 3])):
+        assert forward_sizes(reprefill_of(tokens=tokens), group) == forwards
 
 
 def test_recorded_routes_are_never_mixed_and_are_of_the_held_weights():

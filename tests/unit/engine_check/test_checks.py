@@ -37,7 +37,7 @@ def test_the_share_of_tokens_among_the_likeliest(subtests):
             assert logs.tolist() == pytest.approx([math.log(mass)] * 4)
 
 
-def pair(*, routes=True, spec=object(), reprefill=False):
+def pair(*, routes=True, spec="of the model", reprefill=False):
     return SimpleNamespace(
         route_spec=spec,
         config=SimpleNamespace(uses_reprefill=reprefill),
@@ -47,7 +47,11 @@ def pair(*, routes=True, spec=object(), reprefill=False):
 
 def test_routes_that_are_missing_or_not_needed():
     absent = check_route_shapes(pair(routes=False), [])["routes"]
-    assert (absent.name, absent.passed, absent.found) == ("routes", False, "the engine returns none")
+    assert (absent.name, absent.passed, absent.found) == (
+        "routes",
+        False,
+        "the engine returns none",
+    )
     assert "replay.source=reprefill" in absent.fix
     answered = SimpleNamespace(prompts=[[1]], completions=[SimpleNamespace(routing=None)])
     absent = check_route_shapes(pair(), [answered])["routes"]

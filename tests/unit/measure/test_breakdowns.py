@@ -1,5 +1,7 @@
 """Breakdowns of a scored batch whose samples have two turns, and its worst tokens."""
 
+import math
+
 import pytest
 import torch
 
@@ -59,6 +61,8 @@ def test_classes_of_sampled_tokens(found):
     come back."""
     counts = {row.name: row.tokens for row in found[0]["class of token"]}
     assert counts == {"end": 1, "prompt echo": 2, "digits": 5, "punctuation": 2}
+    k3 = {row.name: row.k3 for row in found[0]["class of token"]}
+    assert k3["end"] == pytest.approx(math.exp(-2) - 1 + 2)  # the trainer is 2 nats below
 
 
 def test_the_worst_token_is_shown_in_its_text(found):

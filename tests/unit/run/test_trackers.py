@@ -157,6 +157,34 @@ def test_wandb_offline_gets_every_row_and_a_resumed_run_is_the_same(wandb_variab
     assert (first[2], second[2]) == ([0], [1])  # W&B shows the second as failed
 
 
+def test_what_wandb_is_told(monkeypatch, folder):
+    """The run is named by its folder and its id, which a resume finds again; no secret is sent."""
+    told, rows = [], []
+    run = SimpleNamespace(
+        log=lambda row, step: rows.append((step, row)), finish=lambda code: rows.append(code)
+    )
+    fake = SimpleNamespace(
+        init=lambda **how: told.append(how) or run,
+        Settings=lambda **how: how,
+        errors=SimpleNamespace(),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    task = {"kind": "gym", "name": "products", "params": {"api_key": "s", "size": 4}}
+    settings = config(wandb="mismatch").model_dump(exclude_unset=True) | {"task": task}
+    settings = resolve(settings)
+    for step in (1, 2):
+        with RunLog(folder, trackers_of(settings, print)) as log:
+            log.write(step, {"train/reward": 0.25})
+    with pytest.raises(KeyError, match="the step failed"):
+        fail_in_step_3(folder, settings)
+    names = {(how["project"], how["name"], how["id"], how["resume"], how["dir"]) for how in told}
+    assert names == {("mismatch", "one", "0123abcd", "allow", folder)}
+    assert told[0]["config"]["task"]["params"] == {"api_key": "hidden", "size": 4}
+    assert told[0]["config"]["steps"] == 3
+    first, second = ((step, {"train/reward": 0.25}) for step in (1, 2))
+    assert rows == [first, 0, second, 0, (3, {"train/reward": 0.75}), 1]
+
+
 class Lost:
     """A tracker in place of W&B's. It raises in one of its calls."""
 

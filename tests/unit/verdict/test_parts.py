@@ -105,4 +105,4 @@ def test_certain_tokens_alone_show_no_factor(uncertain, named) -> None:
     found = multiplied(factors(*groups))
     assert (found is not None) == named
     if found is not None:
-        assert f"{math.e**math.log(3):.0f} times the rollout's, whatever" in found.evidence
+        assert f"{math.e ** math.log(3):.0f} times the rollout's, whatever" in found.evidence

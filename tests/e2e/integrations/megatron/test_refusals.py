@@ -168,6 +168,7 @@ def test_two_forwards_in_one_context(model):
             logits_of(model, TOKENS)
 
 
+@pytest.mark.smoke
 def test_no_forward_in_the_context(model):
     replay = op_megatron.replay(model, TRACE, batch=3, check=False)
     with pytest.raises(RoutingError, match="was not called while its routes were replayed"), replay:

@@ -158,11 +158,11 @@ def test_spoiled_routes_stop_the_first_scoring(verl, fresh, rollout, subtests):
             verl.score(fresh(), batch)
 
 
-def set_up(worker):
+def set_up(worker, *, routes=True, correction=None):
     """Set a worker up as the trainer does before the first step, and return its report."""
     from onepolicy.integrations.verl import workers
 
-    settings = workers.WorkerSettings(routes=True, native_routes=False, correction=None)
+    settings = workers.WorkerSettings(routes=routes, native_routes=False, correction=correction)
     return workers.set_up(types.SimpleNamespace(actor=worker), settings)
 
 
@@ -224,6 +224,7 @@ def test_rows_after_the_last_turn_are_routed_natively(verl, fresh, rollout):
     assert 0 < metrics["onepolicy/replay_valid"][0] < metrics["onepolicy/replay_rows"][0]
 
 
+@pytest.mark.smoke
 def test_a_router_loss_is_named_before_the_first_step_and_refused(verl, tmp_path, rollout):
     from onepolicy.config import UsageError
     from onepolicy.integrations.core.preflight import Preflight
@@ -238,6 +239,7 @@ def test_a_router_loss_is_named_before_the_first_step_and_refused(verl, tmp_path
         verl.score(worker, rollout.batch())
 
 
+@pytest.mark.smoke
 def test_the_reference_routes_itself(verl, model, rollout):
     """With LoRA the reference is the actor without its adapters, scored from the same batch."""
     worker = verl.make_worker(model, lora_rank=4, lora_alpha=8, target_modules=["q_proj"])
@@ -266,14 +268,15 @@ def test_scoring_returns_the_routers_own_choice_for_dumps(verl, fresh, rollout):
 
 
 @capability("verl", "live corrections", how="live")
+@pytest.mark.smoke
 def test_live_corrections_in_the_loss(verl, fresh, rollout):
     """pg-tis: the gradient of -min(rho, 2) A log p, with the denominator of verl's token mean."""
     from onepolicy.correct.presets import preset
     from onepolicy.integrations.verl import policy_loss
 
-    policy_loss.configure(preset("pg-tis"))
+    worker = fresh(loss_mode="onepolicy")
     try:
-        worker = fresh(loss_mode="onepolicy")
+        set_up(worker, routes=False, correction=preset("pg-tis"))
         adv = advantages(rollout)
         metrics = verl.update(worker, rollout.batch(), rollout.logp, adv)
     finally:

@@ -17,6 +17,7 @@ from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.rollout.hf.static_batch import StaticBatch
 from onepolicy.types import Sampling
 from support.engine_runs import check_against_stock, engine_of, prompts, ragged, run
+from support.models import make
 from support.recurrent_models import FAMILIES, MOE, hybrid
 
 SHORT = 15  # tokens of a prompt, at most: random weights amplify rounding along a path
@@ -35,6 +36,16 @@ def test_logp_and_routes_are_the_stock_models(family):
     tested = engine(family)
     assert isinstance(tested.batch, ContinuousBatch)
     check_against_stock(hybrid(family), requests, run(tested, requests))
+
+
+def test_recurrent_layers_are_found_however_often_they_are_installed():
+    model = hybrid(FAMILIES[0])
+    count = layers.install_recurrent(model)
+    assert count == sum(isinstance(each, layers.Recurrent) for each in model.modules()) > 0
+    assert layers.install_recurrent(model) == count
+    attention = make("qwen3_moe")
+    assert layers.install_recurrent(attention) == 0
+    assert state_bytes(attention) == 0
 
 
 def fed_tokens(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.types import Sampling
+from support import fake_sglang
 from support.fake_sglang import VOCAB
 from support.http_server import Reply
 from support.sglang_engines import PROMPT, open_engine, play
@@ -45,6 +46,14 @@ def test_a_server_that_does_not_fit_the_run_is_refused(fake, subtests):
     fake.info, fake.tempered = {}, False  # found by asking
     with pytest.raises(UsageError, match="does not return the log-probabilities it samples from"):
         open_engine(fake)
+
+
+def test_a_server_that_does_not_say_its_sizes_has_one_of_each(fake, monkeypatch):
+    said = fake_sglang.SERVER_INFO | {"model_path": fake.folder}
+    for name in ("tp_size", "dp_size", "pp_size"):
+        del said[name]
+    fake.http.handlers["GET /server_info"] = lambda _: said
+    assert open_engine(fake, sync="gloo").caps.max_len == 200
 
 
 def test_another_model_and_an_absent_server_are_refused(models, fake, tmp_path):

@@ -137,6 +137,13 @@ def test_a_server_that_ends_at_its_start_gives_its_exit_status(run_server, port,
     assert find_token("127.0.0.1", port) is None
 
 
+@pytest.mark.process
+def test_a_signal_is_no_exit_status_of_a_server():
+    for line, status in (("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 1)):
+        with subprocess.Popen(["sh", "-c", line]) as process:
+            assert serve.exit_status(process) == status
+
+
 SERVER = """
 import json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -172,6 +179,7 @@ def test_a_token_is_made_and_found_by_a_run_on_this_machine(run_server, port, mo
     with pytest.raises(KeyboardInterrupt):
         run_server(port=port, log=say)
     assert f"127.0.0.1.{port}" in said[0]
+    assert [text for text in said if "warm-up" in text] == ["warm-up: the first request"]
     assert len(found["token"]) >= 32
     assert found["token"] not in "".join(said)
     assert find_token("127.0.0.1", port) is None

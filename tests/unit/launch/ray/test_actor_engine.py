@@ -228,6 +228,16 @@ async def test_a_process_that_does_not_come_back_is_lost_for_every_request(engin
 
 
 @in_event_loop
+async def test_an_exchange_leaves_no_task_behind(engines):
+    _, engine = await built()
+    before = asyncio.all_tasks()
+    for round_ in range(3):
+        await asked(engine, [round_, round_ + 1])
+    await until(lambda: engine._exchange_task is None)
+    assert await until(lambda: asyncio.all_tasks() == before)
+
+
+@in_event_loop
 async def test_an_error_of_one_request_is_its_own(engines):
     _, engine = await built()
     bad = asyncio.ensure_future(engine.generate([1], Sampling(9.0, 2), seed=0))

@@ -9,8 +9,6 @@ from onepolicy.gateway import server
 from onepolicy.gateway.episodes import Episodes
 from support.gateway_app import App, session_of
 
-pytestmark = pytest.mark.gateway
-
 USER = {"role": "user", "content": "hello"}
 PATHS = {
     "/v1/chat/completions": {"messages": [USER]},
