@@ -114,7 +114,7 @@ def main() -> int:
     policy = options.policy or make_files(out)
     write_problems(out / "problems.jsonl", PROBLEMS)
     witness = Witness(out / "rows")
-    play(out, out, [f"model.path={policy}", *options.settings], lambda _: witness, witness)
+    play(out, out, [f"model.path={policy}", *options.settings], witness.watching, witness)
     counts = witness.counts
     (out / "zero.json").write_text(json.dumps(counts.as_json(), indent=1) + "\n", encoding="utf-8")
     print(f"{write_pages(out, counts)}, {time.monotonic() - begun:.0f} s in all")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from onepolicy.build.components import Components
 from onepolicy.divergence.routing import router_differences
 from onepolicy.gateway.history import History
 from onepolicy.gateway.program_sandbox import Ended
@@ -47,6 +50,7 @@ class Counts:
     spanning: int = 0  # samples with tokens of several versions
     support: float = 0.0  # sum of the sizes of supports
     rewards: list[float] = field(default_factory=list)  # mean of each step
+    weights: list[str] = field(default_factory=list)  # a digest of each step's
     requests: Counter[str] = field(default_factory=Counter)  # of the gateway, by reason
 
     @property
@@ -59,8 +63,9 @@ class Counts:
 
     @property
     def is_zero(self) -> bool:
-        total = self.total
-        return total.tokens > 0 and not (total.values + total.routes_differing + total.outside)
+        """True if nothing differs although the weights were others in every step."""
+        total, moved = self.total, len(set(self.weights)) == len(self.weights) > 1
+        return moved and not (total.values + total.routes_differing + total.outside)
 
     def line(self) -> str:
         """Return the sentence that all this is about."""
@@ -88,7 +93,7 @@ class Counts:
                 f"{found['episodes']} programs, {found['turns']:,} turns, "
                 f"{counted(found[Reason.COMPACTION], 'compaction')}; mean reward by step "
                 + " ".join(f"{reward:.2f}" for reward in self.rewards),
-                f"{len(self.by_version)} versions of the weights sampled; {older:,} tokens are "
+                f"{len(set(self.weights))} different weights sampled; {older:,} tokens are "
                 f"older than the update they are in, {spanning} span an update",
                 f"{routes} choices of experts differ; {total.outside:,} tokens are outside the "
                 f"{size:.2f} that top_p left on average",
@@ -96,7 +101,8 @@ class Counts:
         )
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        turns = {number: vars(turn) for number, turn in sorted(self.turns.items())}
+        return vars(self) | {"turns": turns}
 
     def add(self, own: TokenBatch, step: int) -> None:
         """Count a batch that was scored under the weights which sampled its tokens."""
@@ -132,14 +138,30 @@ def _compare_routes(batch: TokenBatch) -> tuple[Tensor, Tensor]:
     return both.long() * len(batch.routing.layers), differing * both
 
 
+def digest(model: nn.Module) -> str:
+    """Return a digest of all weights, to the bit."""
+    found = blake2b(digest_size=8)
+    for weight in model.parameters():
+        found.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
 class Witness(Hook):
     """Counts a run's batches, and writes their rows, each with the version of its tokens."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.counts = folder, Counts()
+        self.model: nn.Module | None = None
+
+    def watching(self, components: Components) -> Witness:
+        """Begin a run. Return this hook."""
+        self.model = components.learner.model  # type: ignore[attr-defined]
+        return self
 
     def before_update(self, result: StepResult, step: int, timer: StepTimer) -> None:
         assert result.own is not None, "numerics = on-policy with rollout.max_staleness"
+        assert self.model is not None
+        self.counts.weights.append(digest(self.model))
         self.counts.add(result.own, step)
         samples = [sample for group in result.groups for sample in group.samples]
         ends = {(i, s.episode): s.reward for i, g in enumerate(result.groups) for s in g.samples}

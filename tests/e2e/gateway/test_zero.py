@@ -2,6 +2,7 @@
 differed."""
 
 import asyncio
+import json
 import random
 import sys
 from dataclasses import replace
@@ -28,12 +29,12 @@ from support.paths import ROOT
 from support.recording_engine import RecordingEngine
 from support.small_policy import SMALL
 
-pytestmark = [pytest.mark.gateway, pytest.mark.process, pytest.mark.needs("bwrap")]
+pytestmark = [pytest.mark.gateway, pytest.mark.needs("bwrap")]
 PROGRAMS = ROOT / "tests" / "support" / "gateway" / "programs"
 SMALLER = (
     *("steps=3", "rollout.group_size=2", "rollout.sampling.max_tokens=12", "log.report=false"),
     *('task.command=["python3", "/program/asker.py", "well"]', f"task.folder={PROGRAMS}"),
-    *("task.reward=exit", "optim.lr=1e-3", "objective.entropy_coef=0.01", "checkpoint.every=3"),
+    *("task.reward=exit", "optim.lr=1e-3", "checkpoint.every=3"),
 )
 """A program of two turns, without an SDK, and few tokens."""
 
@@ -51,7 +52,7 @@ def made(tmp_path_factory):
 
 def test_every_token_of_a_program_has_the_bits_that_are_trained(made, tmp_path):
     witness = Witness(tmp_path / "rows")
-    run.play(tmp_path, made, SMALLER, lambda _: witness, witness)
+    run.play(tmp_path, made, SMALLER, witness.watching, witness)
     counts = witness.counts
     assert counts.is_zero
     total = counts.total
@@ -60,7 +61,9 @@ def test_every_token_of_a_program_has_the_bits_that_are_trained(made, tmp_path):
     assert {0, 1} <= set(counts.turns)
     assert total.tokens == sum(counts.by_version.values()) > 100
     assert len(counts.by_version) > 1
+    assert len(set(counts.weights)) == 3
     assert total.routes > 0
+    assert json.loads(json.dumps(counts.as_json()))["turns"]["0"]["tokens"] > 0
     assert picture.write_pages(tmp_path, counts).exists()
     assert "equal" in (tmp_path / "report.html").read_text()
     files = sorted((tmp_path / "rows").iterdir())
@@ -79,7 +82,7 @@ def test_a_bit_that_differs_stops_the_run(made, tmp_path, monkeypatch):
     monkeypatch.setattr(OwnWeights, "score", wrong)
     witness = Witness(tmp_path / "rows")
     with pytest.raises(Exception, match=r"1 of .* log-probabilities differ"):
-        run.play(tmp_path, made, SMALLER, lambda _: witness, witness)
+        run.play(tmp_path, made, SMALLER, witness.watching, witness)
 
 
 def test_a_protection_that_is_off_is_a_gap(made, tmp_path):
