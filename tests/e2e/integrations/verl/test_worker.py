@@ -231,8 +231,10 @@ def test_a_router_loss_is_named_before_the_first_step_and_refused(verl, tmp_path
     from onepolicy.integrations.verl.preflight import check_workers
 
     worker = verl.make_worker(verl.save_model(tmp_path / "aux", output_router_logits=True))
-    report = Preflight("verl")
-    check_workers(report, [set_up(worker)], routes=True)
+    report, found = Preflight("verl"), set_up(worker)
+    assert found.is_ours
+    assert found.routers is None
+    check_workers(report, [found], routes=True)
     with pytest.raises(UsageError, match=r"can be replayed.*output_router_logits=True"):
         report.finish()
     with pytest.raises(UsageError, match="output_router_logits=True"):
