@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onepolicy.invariant import ops
-from onepolicy.invariant.strict import invariant_operator
+from onepolicy.invariant.strict import invariant_operator, past_modes
 from onepolicy.invariant.switch import TILE
 from onepolicy.models.embedding_bag_matmul import weighted_rows
 from onepolicy.models.recurrent import delta_rule as fast
@@ -220,6 +220,7 @@ class _Places:
         )
 
 
+@past_modes
 def _next(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -> Tensor:
     """Return `_scan` of one token a sample, on a CPU: the token's row of every product alone."""
     states, (_, heads, width), values = row.states, k.shape, v.shape[-1]

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from onepolicy.invariant.strict import invariant_operator
+from onepolicy.invariant.strict import invariant_operator, past_modes
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import linear as kernels
 from onepolicy.models.packed_attention import round_up
@@ -134,6 +134,7 @@ def _bmm_in_blocks(x: Tensor, y: Tensor) -> Tensor:
 
 
 @invariant_operator
+@past_modes
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `F.linear`, computed in float32 and rounded once.
 
@@ -193,6 +194,7 @@ aten = torch.ops.aten
 
 
 @invariant_operator
+@past_modes
 def sigmoid(x: Tensor) -> Tensor:
     return _elementwise(
         x,
@@ -202,6 +204,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 @invariant_operator
+@past_modes
 def silu(x: Tensor, inplace: bool = False) -> Tensor:
     return _elementwise(
         x, lambda x: x / x.neg().exp_().add_(1), lambda grad, x, out: aten.silu_backward(grad, x)
@@ -209,6 +212,7 @@ def silu(x: Tensor, inplace: bool = False) -> Tensor:
 
 
 @invariant_operator
+@past_modes
 def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     return _elementwise(
         x,
@@ -218,6 +222,7 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
 
 
 @invariant_operator
+@past_modes
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     def value(x: Tensor) -> Tensor:
         if approximate == "none":

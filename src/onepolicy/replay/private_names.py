@@ -10,6 +10,7 @@ imported, which never fails; `check_private_names` raises where one is missing, 
 | `utils.checkpoint.CheckpointFunction.forward` | reentrant checkpoints | `bind_routers` raises |
 | `utils.checkpoint._checkpoint_without_reentrant_generator`, since 2.15 only a shim around
 `_checkpoint_without_reentrant_generator_impl` | the others | `bind_routers` raises |
+| `_C.DisableTorchFunction` | to run an on-policy operator past a mode of functions | it is slower |
 | `distributed._composable.checkpoint_activation` | composable checkpoints, which import that
 generator by name | its checkpoints do not exist either |
 
@@ -21,6 +22,7 @@ Private names of transformers are not used: a router is recognised by what it ho
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +40,9 @@ COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 
 current_graph_task_id: Any = getattr(torch._C, "_current_graph_task_id", None)
 """Return the number of the backward that runs on this thread, -1 outside a backward."""
+
+past_function_modes: Any = getattr(torch._C, "DisableTorchFunction", nullcontext)
+"""Return a context in which this thread's modes of torch's functions see no call."""
 
 CHECKPOINT_MODULE: ModuleType = checkpoint
 CHECKPOINT_FUNCTION: Any = getattr(checkpoint, "CheckpointFunction", None)
