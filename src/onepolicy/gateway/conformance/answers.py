@@ -99,7 +99,7 @@ def read_events(content: str) -> list[Event]:
         text = "\n".join(data)
         try:
             events.append(Event(name, json.loads(text)))
-        except ValueError:
+        except (ValueError, RecursionError):
             events.append(Event(name, text))
     if not events:
         raise Illegal("the stream has no event")
@@ -138,7 +138,7 @@ def want_calls(calls: Iterable[Call]) -> list[Call]:
     for call in calls:
         try:
             arguments = json.loads(call.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             raise Illegal(f"arguments of {call.name}: {call.arguments[:60]!r} is no JSON object")

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onepolicy.gateway.conformance.answers import Answer, Body, Illegal, read_events
-from onepolicy.gateway.conformance.client import Client, Reply
+from onepolicy.gateway.conformance.client import Client, NoAnswer, Reply
 from onepolicy.gateway.conformance.transcripts import Transcript, body_of, lacks
 
 HIGHEST_LOGP = 1e-4
@@ -54,22 +54,39 @@ class LeftOut(Exception):
 async def check_transcript(transcript: Transcript, client: Client) -> Outcome:
     """Play a transcript and compare its answers and its tree."""
     sees_tree = client.shows_trees
-    await client.begin(transcript.name)
     outcome = Outcome(transcript, sees_tree=sees_tree)
     try:
+        await client.begin(transcript.name)
         answers = await _play(transcript, client)
         if sees_tree:
-            _check_tree(transcript, answers, await client.tree())
+            tree = await client.tree()
+            try:
+                _check_tree(transcript, answers, tree)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                told = f"a tree in another shape ({type(error).__name__}: {error})"
+                raise Failure("tree", told) from None
     except Failure as failure:
-        outcome = Outcome(transcript, failure.check, str(failure), sees_tree=sees_tree)
+        outcome = replace(outcome, check=failure.check, why=client.hide(str(failure)))
+    except NoAnswer as error:
+        outcome = replace(outcome, check="answer", why=client.hide(str(error)))
     except LeftOut as reason:
-        outcome = Outcome(transcript, why=str(reason), left_out=True, sees_tree=sees_tree)
-    if sees_tree:  # the gateway keeps nothing of it
-        reply = await client.end()
-        if reply.status != 200 and not outcome.check:
-            told = f"the episode is not ended: {reply.status}: {reply.text[:200]}"
-            outcome = Outcome(transcript, "end", told, sees_tree=sees_tree)
+        outcome = replace(outcome, why=client.hide(str(reason)), left_out=True)
+    if sees_tree:
+        why = await _end(client)
+        if why and not outcome.check:
+            outcome = replace(outcome, check="end", why=client.hide(why))
     return outcome
+
+
+async def _end(client: Client) -> str:
+    """End the episode, of which the gateway then keeps nothing. Return why it does not end."""
+    try:
+        reply = await client.end()
+    except NoAnswer as error:
+        return str(error)
+    if reply.status != 200:
+        return f"the episode is not ended: {reply.status}: {reply.text[:200]}"
+    return ""
 
 
 async def _play(transcript: Transcript, client: Client) -> list[Answer | None]:

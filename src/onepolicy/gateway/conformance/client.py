@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from onepolicy.config import UsageError
 from onepolicy.gateway.conformance.answers import Body
+from onepolicy.rollout.remote.bodies import MalformedReply, read_body
 
 if TYPE_CHECKING:
     import httpx2
 
 SESSION = "{session}"
 NO_KEY = "none"
+MAX_REPLY_BYTES = 2**26
+"""A gateway's longest answer is a stream of thousands of tokens, of some hundred bytes each."""
+USER_OF_URL = re.compile(r"//[^/@]*@")
+
+
+class NoAnswer(Exception):
+    """A request without an answer that can be read, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +52,26 @@ class Client:
     the key of all, and `{session}` in the URL is replaced by the transcript's name.
     """
 
-    def __init__(self, http: httpx2.AsyncClient, url: str, key: str | None, model: str) -> None:
-        """Store the settings. url: of the gateway, without /v1. model: the name to ask for."""
+    def __init__(
+        self,
+        http: httpx2.AsyncClient,
+        url: str,
+        key: str | None,
+        model: str,
+        *,
+        seconds: float = math.inf,
+    ) -> None:
+        """Store the settings.
+
+        url: of the gateway, without /v1. model: the name to ask for. seconds: that an answer may
+        take. Raises UsageError for a key that no header can hold.
+        """
+        if key is not None:
+            key = key.strip()
+            if not (key.isascii() and key.isprintable()):
+                raise UsageError("--key-env: its value has a character that no HTTP header holds")
         self._http, self._url, self._secret, self.model = http, url.rstrip("/"), key, model
-        self._key, self._episode = key or NO_KEY, ""
+        self._key, self._episode, self._seconds = key or NO_KEY, "", seconds
         self._run = secrets.token_hex(4)
         self.shows_trees = False
 
@@ -54,7 +81,13 @@ class Client:
 
     async def find_out(self) -> None:
         """Ask whether the gateway is one of ours. Raises UsageError if nobody answers."""
-        hello = (await self._send("GET", self._url + "/", None, {})).json()
+        try:
+            hello = (await self._send("GET", self._url + "/", None, {})).json()
+        except NoAnswer as error:
+            raise UsageError(
+                f"--conformance: {self.hide(str(error))}; start the gateway, and give its address "
+                "without /v1"
+            ) from None
         ours = isinstance(hello, dict) and hello.get("gateway") == "onepolicy"
         if ours and not self.has_key:
             raise UsageError(
@@ -99,16 +132,27 @@ class Client:
         headers = {"x-api-key": self._secret or ""}
         return await self._send("POST", f"{self._url}/v1/{path}", body, headers)
 
+    def hide(self, text: str) -> str:
+        """Return a text without our keys and the password in a URL."""
+        for key in (self._secret, self._key):
+            if key and key != NO_KEY:
+                text = text.replace(key, "***")
+        return USER_OF_URL.sub("//", text)
+
     async def _send(
         self, method: str, url: str, body: Body | None, headers: Mapping[str, str]
     ) -> Reply:
         import httpx2
 
+        request = self._http.stream(
+            method, url, json=body, headers={"accept-encoding": "gzip"} | dict(headers)
+        )
         try:
-            answer = await self._http.request(method, url, json=body, headers=dict(headers))
-        except (httpx2.RequestError, httpx2.InvalidURL) as error:
-            raise UsageError(
-                f"--conformance: no answer from {url} ({type(error).__name__}: {error}); start "
-                "the gateway, and give its address without /v1"
-            ) from None
-        return Reply(answer.status_code, answer.headers.get("content-type", ""), answer.text)
+            async with asyncio.timeout(self._seconds), request as answer:
+                content = await read_body(answer, MAX_REPLY_BYTES)
+        except TimeoutError:
+            raise NoAnswer(f"no whole answer from {url} within {self._seconds:g} s") from None
+        except (httpx2.RequestError, httpx2.InvalidURL, MalformedReply) as error:
+            raise NoAnswer(f"no answer from {url} ({type(error).__name__}: {error})") from None
+        text = content.decode("utf-8", errors="replace")
+        return Reply(answer.status_code, answer.headers.get("content-type", ""), text)
