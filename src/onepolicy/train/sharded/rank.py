@@ -24,7 +24,7 @@ from onepolicy.correct.report import Sums, combine
 from onepolicy.interfaces import Update
 from onepolicy.replay.routers import Routers
 from onepolicy.train.learner import LocalLearner
-from onepolicy.train.pack import Batcher, MicroBatches
+from onepolicy.train.pack import Batcher, MicroBatches, micro_batches
 from onepolicy.train.scorer import PolicyScorer, ScoreBuffer
 from onepolicy.train.sharded import shards
 from onepolicy.train.sharded.divide import assign_micro_batches, idle_batch
@@ -73,6 +73,10 @@ class RankScorer(PolicyScorer):
         super().__init__(model, config, routers=routers)
         self.ranks = ranks
         self.batcher: RankBatcher = RankBatcher(model, config, self.device, ranks)
+
+    def micro_batches(self, batch: TokenBatch) -> MicroBatches:
+        """Return the samples of each forward of the whole batch: `logits` is a call of all ranks."""
+        return micro_batches(batch, self.batcher.budget)
 
     def score(self, batch: TokenBatch, *, replay: bool = True) -> TokenBatch:
         with self.ranks.everywhere("rescore", batch, replay=replay):

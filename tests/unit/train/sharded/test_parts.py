@@ -19,6 +19,7 @@ from onepolicy.launch.launcher import apply_torchrun_ranks
 from onepolicy.launch.ranks import LaunchedRanks, RankInfo, _await_ranks, launched_ranks
 from onepolicy.train.sharded import ranks as ranks_module
 from onepolicy.train.sharded.divide import Sizes, assign_micro_batches, idle_batch
+from onepolicy.train.sharded.rank import RankScorer
 from onepolicy.train.sharded.ranks import RankLost, Ranks, process_key
 from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
 from onepolicy.train.shared_prompts import WORTH, share_prompts
@@ -33,6 +34,13 @@ def test_dealt_by_hand():
     slots = [[sum(lengths[s] for s in chosen) for chosen in rank] for rank in dealt]
     assert slots == [[22, 20], [22, 21]]
     assert assign_micro_batches(batch_with([5]), 30, 3) == [[[0]], [[]], [[]]]
+
+
+def test_checks_by_logits_see_every_sample():
+    """`RankScorer.logits` is a call of all ranks, so what reads it walks the whole batch."""
+    scorer = SimpleNamespace(batcher=SimpleNamespace(budget=30))
+    parts = RankScorer.micro_batches(scorer, batch_with([8, 13, 5, 22, 10, 7, 16, 4]))
+    assert sorted(sample for part in parts for sample in part) == list(range(8))
 
 
 def parts_of(dealt):
