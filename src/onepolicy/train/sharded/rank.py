@@ -75,7 +75,7 @@ class RankScorer(PolicyScorer):
         self.batcher: RankBatcher = RankBatcher(model, config, self.device, ranks)
 
     def micro_batches(self, batch: TokenBatch) -> MicroBatches:
-        """Return the samples of each forward of the whole batch: `logits` is a call of all ranks."""
+        """Return the samples of each forward of the whole batch: all ranks compute `logits`."""
         return micro_batches(batch, self.batcher.budget)
 
     def score(self, batch: TokenBatch, *, replay: bool = True) -> TokenBatch:
