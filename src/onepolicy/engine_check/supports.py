@@ -112,7 +112,7 @@ def _wrong_values(support: SupportTrace, done: Completion) -> str | None:
     total = torch.segment_reduce(
         support.logp.double().exp(), "sum", lengths=support.sizes, unsafe=True
     )
-    short = ((total - 1).abs() > TOTAL_TOLERANCE).nonzero()[:, 0].tolist()
+    short = (~((total - 1).abs() <= TOTAL_TOLERANCE)).nonzero()[:, 0].tolist()
     if short:
         found = float(total[short[0]])
         return (

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 SESSION = "{session}"
 NO_KEY = "none"
-MAX_REPLY_BYTES = 2**26
+MAX_REPLY_BYTES = 2**23
 """A gateway's longest answer is a stream of thousands of tokens, of some hundred bytes each."""
+SHORTEST_KEY = 8
+"""A shorter one is a dummy, as `x`, and stays in texts."""
 USER_OF_URL = re.compile(r"//[^/@]*@")
 
 
@@ -119,7 +121,7 @@ class Client:
         if reply.status == 404:  # no request of it was served
             return {"turns": [], "breaks": []}
         if reply.status != 200 or not isinstance(told, dict):
-            raise UsageError(f"--conformance: the gateway shows no tree: {reply.text[:200]}")
+            raise NoAnswer(f"the gateway shows no tree: status {reply.status}")
         return told
 
     async def end(self) -> Reply:
@@ -135,7 +137,7 @@ class Client:
     def hide(self, text: str) -> str:
         """Return a text without our keys and the password in a URL."""
         for key in (self._secret, self._key):
-            if key and key != NO_KEY:
+            if key and len(key) >= SHORTEST_KEY:
                 text = text.replace(key, "***")
         return USER_OF_URL.sub("//", text)
 
@@ -155,4 +157,6 @@ class Client:
         except (httpx2.RequestError, httpx2.InvalidURL, MalformedReply) as error:
             raise NoAnswer(f"no answer from {url} ({type(error).__name__}: {error})") from None
         text = content.decode("utf-8", errors="replace")
+        if answer.status_code != 200:  # it may be printed
+            text = self.hide(text)
         return Reply(answer.status_code, answer.headers.get("content-type", ""), text)

@@ -112,7 +112,7 @@ def _join_blocks(steps: Sequence[Body]) -> list[Body]:
             if written:
                 try:
                     blocks[-1]["input"] = json.loads(written)
-                except ValueError:
+                except (ValueError, RecursionError):
                     raise Illegal(f"input of a call: {written[:60]!r} is no JSON") from None
             written = None
         else:
