@@ -115,12 +115,17 @@ def _wrong_values(support: SupportTrace, done: Completion) -> str | None:
     short = (~((total - 1).abs() <= TOTAL_TOLERANCE)).nonzero()[:, 0].tolist()
     if short:
         found = float(total[short[0]])
+        why = "as if tokens were missing"
+        if found > 1:
+            why = "as if they were of another set"
         return (
             f"the probabilities of the set of token {short[0]} add up to {number(found)}, "
-            f"{number(abs(found - 1))} from 1, as if tokens were missing"
+            f"{number(abs(found - 1))} from 1, {why}"
         )
     own = support.ids == done.token_ids[support.slot_of]
-    if not torch.allclose(support.logp[own], done.logp, atol=1e-4, rtol=0):
+    if int(own.sum()) != len(done.token_ids):
+        return "a sampled token stands twice in its set"
+    if not torch.allclose(support.logp[own].float(), done.logp.float(), atol=1e-4, rtol=0):
         return "log-probabilities of the sampled tokens are others in their sets"
     return None
 

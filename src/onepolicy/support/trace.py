@@ -102,7 +102,7 @@ class SupportTrace:
         return SupportTrace(self.ids[index], offsets, logp)
 
     def check_values(self, vocabulary: int) -> None:
-        """Raise UsageError for offsets that are none, and for ids outside the vocabulary."""
+        """Raise UsageError for wrong offsets, ids outside the vocabulary, and values not finite."""
         ends = self.offsets
         if int(ends[0]) or int(ends[-1]) != len(self.ids) or bool((ends.diff() < 0).any()):
             raise UsageError(
@@ -112,6 +112,12 @@ class SupportTrace:
             raise UsageError(
                 f"SupportTrace.ids: {int(self.ids.min())} to {int(self.ids.max())}, but the "
                 f"model's tokens are 0..{vocabulary - 1}; is it another vocabulary?"
+            )
+        if self.logp is not None and not bool(self.logp.isfinite().all()):
+            place = int((~self.logp.isfinite()).nonzero()[0, 0])
+            raise UsageError(
+                f"SupportTrace.logp: {float(self.logp[place])} of token {int(self.ids[place])}, in "
+                f"the set of slot {int(self.slot_of[place])}; expected finite log-probabilities"
             )
 
     def contains(self, tokens: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from onepolicy.config import CorrectionConfig
+from onepolicy.config import CorrectionConfig, TrainingError
 from onepolicy.correct.current_policy import centered_score, centered_support_score
 from onepolicy.correct.report import Sums, combine, report
 from onepolicy.correct.slots import Fields
@@ -117,7 +117,12 @@ class CurrentPolicyCorrection(UpdatePart):
         scored, rollout = micro.scored, micro.batch.top_logp_rollout
         if scored.kept_logp is not None:
             return self._support_baseline(micro, scored.kept_logp, centred)
-        assert scored.top is not None, "collect() asks the engine for top log-probabilities"
+        if scored.top is None:
+            raise TrainingError(
+                f"batch: its samples have no log-probabilities of other tokens, which "
+                f"correction.centering = {self.config.centering} needs; does the engine return "
+                "them?"
+            )
         assert rollout is not None
         slots = centred.nonzero()[:, 0]
         baseline = centered_score(scored.top[slots], rollout[slots], self.config)

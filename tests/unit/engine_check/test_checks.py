@@ -8,6 +8,8 @@ import torch
 
 from onepolicy.engine_check.checks import topk_share
 from onepolicy.engine_check.command import check_route_shapes
+from onepolicy.engine_check.supports import _wrong_values
+from onepolicy.support.trace import SupportTrace
 
 ROW = [0.1, 0.4, 0.2, 0.3]  # the likeliest first: 1, 3, 2, 0
 
@@ -64,3 +66,30 @@ def test_routes_that_are_missing_or_not_needed():
         ]
         assert {check.passed for check in found.values()} == {None}
         assert reason in found["routes"].found
+
+
+def test_values_of_a_set_by_hand(subtests):
+    """Of {3, 7} 7 was sampled, with p = 0.75; of {5} 5."""
+    sampled = [math.log(0.75), 0.0]
+    done = SimpleNamespace(
+        token_ids=torch.tensor([7, 5]), logp=torch.tensor(sampled, dtype=torch.float32)
+    )
+    cases = [
+        ([[0.25, 0.75], [1.0]], None),
+        ([[0.15, 0.75], [1.0]], "add up to 0.900, 0.100 from 1, as if tokens were missing"),
+        ([[0.25, 1.05], [1.0]], "add up to 1.3, 0.300 from 1, as if they were of another set"),
+        ([[float("nan"), 0.75], [1.0]], "from 1, as if tokens"),
+        ([[0.75, 0.25], [1.0]], "the sampled tokens are others in their sets"),
+    ]
+    for probabilities, said in cases:
+        with subtests.test(said):
+            logs = [[math.log(p) for p in each] for each in probabilities]
+            found = _wrong_values(SupportTrace.from_sets([[3, 7], [5]], logs), done)
+            assert (found is None) == (said is None)
+            assert (said or "") in (found or "")
+    twice = SupportTrace(
+        torch.tensor([7, 7, 5], dtype=torch.int32),
+        torch.tensor([0, 2, 3]),
+        torch.tensor([0.5, 0.5, 1.0]).log(),
+    )
+    assert _wrong_values(twice, done) == "a sampled token stands twice in its set"

@@ -96,3 +96,10 @@ def test_parts_without_a_set_are_not_filled_in():
 def test_wrong_input_is_named(make, message):
     with pytest.raises(UsageError, match=message):
         make()
+
+
+def test_values_that_are_not_finite_are_named():
+    trace = SupportTrace.from_sets([[7, 3], [5]], [[-0.2, float("nan")], [0.0]])
+    with pytest.raises(UsageError, match="nan of token 3, in the set of slot 0"):
+        trace.check_values(8)
+    trace.without_logp().check_values(8)
