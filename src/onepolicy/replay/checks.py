@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onepolicy.config import TrainingError, UsageError
 from onepolicy.divergence.routing import row_words, signed_ids
-from onepolicy.replay.misalignment import why_surplus, why_twice
+from onepolicy.replay.misalignment import why_filler, why_surplus, why_wrong
 from onepolicy.types import Completion, RoutingTrace, Sample, id_dtype
 
 # Bits of a choice: log2 of the number of ordered top-k selections. They decide when a repetition is
@@ -178,10 +178,14 @@ def check_trace(
             f"{top_k}"
         )
     ids = signed_ids(trace.ids)
-    wrong, filler = _wrong_ids(trace, ids), _begins_as_filler(trace, ids)
+    outside, filler = _out_of_range(ids, num_experts), _begins_as_filler(trace, ids)
+    wrong = (outside | _duplicated(ids)) & trace.valid[:, None]
     if wrong.any() | filler:  # one read of the device: a micro-batch waits for each
-        _raise_for_ids(trace, ids, wrong, name)
-        _raise_for_filler(trace, ids, name)
+        if wrong.any():
+            raise UsageError(f"{name}: {why_wrong(trace, ids, wrong, outside)}")
+        expected = torch.arange(top_k, device=ids.device)
+        if constant_layers(trace).all() and (ids[trace.valid] == expected).all():
+            raise UsageError(f"{name}: {why_filler(trace)}")
 
 
 def check_devices(trace: RoutingTrace) -> None:
@@ -243,25 +247,6 @@ def constant_layers(trace: RoutingTrace, bounds: Tensor | None = None) -> Tensor
     return torch.stack(constant)
 
 
-def _wrong_ids(trace: RoutingTrace, ids: Tensor) -> Tensor:
-    """Return [n, L]: valid rows with an id out of range, or an id twice."""
-    return (_out_of_range(ids, trace.num_experts) | _duplicated(ids)) & trace.valid[:, None]
-
-
-def _raise_for_ids(trace: RoutingTrace, ids: Tensor, wrong: Tensor, name: str) -> None:
-    """Raise for the first of `_wrong_ids`, if there is one."""
-    if not wrong.any():
-        return
-    row, column = wrong.nonzero()[0].tolist()
-    where = f"at layer {trace.layers[column]}, row {row}: {trace.ids[row, column].tolist()}"
-    if _out_of_range(ids, trace.num_experts)[row, column]:
-        raise UsageError(
-            f"{name}: an expert outside 0..{trace.num_experts - 1} {where}; routes of another "
-            "model, physical instead of logical expert ids, or a fused shared-expert column"
-        )
-    raise UsageError(f"{name}: an expert twice {where}; {why_twice(ids, trace.valid, column)}")
-
-
 def _begins_as_filler(trace: RoutingTrace, ids: Tensor) -> Tensor:
     """Return whether the first valid row is 0, 1, .. K-1 in every layer, where that tells anything.
 
@@ -273,18 +258,6 @@ def _begins_as_filler(trace: RoutingTrace, ids: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.bool, device=ids.device)
     first = ids.index_select(0, trace.valid.byte().argmax(0, keepdim=True))
     return (first == torch.arange(trace.top_k, device=ids.device)).all()
-
-
-def _raise_for_filler(trace: RoutingTrace, ids: Tensor, name: str) -> None:
-    """Raise if the rows are 0, 1, .. K-1 in every layer."""
-    filler = torch.arange(trace.top_k, device=ids.device)
-    if not _begins_as_filler(trace, ids):
-        return
-    if constant_layers(trace).all() and (ids[trace.valid] == filler).all():
-        raise UsageError(
-            f"{name}: every layer has the same experts {filler.tolist()} in all "
-            f"{int(trace.valid.sum())} rows; the engine captured nothing (filler ids)"
-        )
 
 
 def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:

@@ -38,6 +38,26 @@ def why_surplus(ids: Tensor, rows: int) -> str:
     return ""
 
 
+def why_wrong(trace: RoutingTrace, ids: Tensor, wrong: Tensor, outside: Tensor) -> str:
+    """Return what is wrong with the first id of `wrong` [n, L]. outside: [n, L], out of range."""
+    row, column = wrong.nonzero()[0].tolist()
+    where = f"at layer {trace.layers[column]}, row {row}: {trace.ids[row, column].tolist()}"
+    if outside[row, column]:
+        return (
+            f"an expert outside 0..{trace.num_experts - 1} {where}; routes of another model, "
+            "physical instead of logical expert ids, or a fused shared-expert column"
+        )
+    return f"an expert twice {where}; {why_twice(ids, trace.valid, column)}"
+
+
+def why_filler(trace: RoutingTrace) -> str:
+    """Return what is wrong with routes that are 0, 1, .. K-1 in every layer and row."""
+    return (
+        f"every layer has the same experts {list(range(trace.top_k))} in all "
+        f"{int(trace.valid.sum())} rows; the engine captured nothing (filler ids)"
+    )
+
+
 def why_twice(ids: Tensor, valid: Tensor, column: int) -> str:
     """Return why a row of `ids` [T, L, K] names an expert twice in the layer of this column."""
     zero = (ids[valid] == 0).all(-1)  # [n, L]

@@ -119,9 +119,8 @@ class CurrentPolicyCorrection(UpdatePart):
             return self._support_baseline(micro, scored.kept_logp, centred)
         if scored.top is None:
             raise TrainingError(
-                f"batch: its samples have no log-probabilities of other tokens, which "
-                f"correction.centering = {self.config.centering} needs; does the engine return "
-                "them?"
+                "batch: no log-probabilities of other tokens, which correction.centering = "
+                f"{self.config.centering} needs; does the engine return them?"
             )
         assert rollout is not None
         slots = centred.nonzero()[:, 0]

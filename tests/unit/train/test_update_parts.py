@@ -13,5 +13,5 @@ def test_centering_without_values_names_what_is_missing():
     part = SimpleNamespace(config=SimpleNamespace(centering="support"))
     scored = SimpleNamespace(kept_logp=None, top=None)
     micro = SimpleNamespace(scored=scored, batch=SimpleNamespace(top_logp_rollout=None))
-    with pytest.raises(TrainingError, match="centering = support needs"):
+    with pytest.raises(TrainingError, match="= support needs"):
         CurrentPolicyCorrection._score_baseline(part, micro, torch.tensor([True]))
