@@ -46,8 +46,8 @@ def delta_rule(
     *,
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
-) -> tuple[Tensor, None]:
-    """Return o [1, T, H, Dv], beside None: the row has kept the samples' states."""
+) -> tuple[Tensor, Tensor]:
+    """Return o [1, T, H, Dv], beside an empty state: the row has kept the samples' states."""
     with without_autocast(query):
         tokens = fast.float_tokens(query, key, value, g, beta, normed=use_qk_l2norm_in_kernel)
         if torch.is_grad_enabled():
@@ -56,7 +56,7 @@ def delta_rule(
             out = _next(row, *tokens)
         else:
             out = _scan(row, *tokens)
-    return out.to(query.dtype)[None], None
+    return out.to(query.dtype)[None], out.new_empty(0)
 
 
 class _DeltaRule(torch.autograd.Function):

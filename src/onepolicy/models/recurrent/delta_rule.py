@@ -32,13 +32,13 @@ def delta_rule(
     *,
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
-) -> tuple[Tensor, None]:
-    """Return o [1, T, H, Dv], beside None: the row has kept the samples' states."""
+) -> tuple[Tensor, Tensor]:
+    """Return o [1, T, H, Dv], beside an empty state: the row has kept the samples' states."""
     with without_autocast(query):
         tokens = float_tokens(query, key, value, g, beta, normed=use_qk_l2norm_in_kernel)
         compute = _next if row.decodes else scan
         out = compute(row, *tokens)
-    return out.to(query.dtype)[None], None
+    return out.to(query.dtype)[None], out.new_empty(0)
 
 
 def float_tokens(
