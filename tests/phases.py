@@ -234,9 +234,11 @@ def git(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
 
 
-def but_green() -> list[str]:
-    """Return git's words for every file but green.toml."""
-    return ["--", ".", f":!{GREEN.relative_to(ROOT).as_posix()}"]
+def but_written() -> list[str]:
+    """Return git's words for every file but green.toml and those that phases write."""
+    written = [GREEN.relative_to(ROOT).as_posix()]
+    written += [path for row in PHASES.values() for path in row.get("writes", ())]
+    return ["--", ".", *(f":!{path}" for path in written)]
 
 
 def read_green() -> dict[str, dict[str, Any]]:
@@ -244,15 +246,15 @@ def read_green() -> dict[str, dict[str, Any]]:
 
 
 def is_green_here(name: str) -> bool:
-    """Return whether nothing but green.toml has changed since the phase was green."""
+    """Return whether nothing but what phases write has changed since the phase was green."""
     commit = read_green().get(name, {}).get("commit", "")
-    return bool(commit) and not git("diff", "--quiet", commit, *but_green()).returncode
+    return bool(commit) and not git("diff", "--quiet", commit, *but_written()).returncode
 
 
 def note_green(phase: Phase) -> None:
     """Write commit, day, seconds and last line of a phase into green.toml, unless files differ from
     the commit."""
-    changed = git("status", "--porcelain", *but_green()).stdout
+    changed = git("status", "--porcelain", *but_written()).stdout
     if changed:
         print(f"  {phase.name}: not noted in green.toml, the tree has changes:\n{changed}")
         return
