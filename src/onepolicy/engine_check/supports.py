@@ -63,9 +63,12 @@ def check_returned_supports(
     top_p, top_k or min_p, so an engine without supports is at fault.
     """
     if isinstance(asked, str):
-        return _without(support, f"requests for supports fail: {asked}", needed)
+        return _without(support, f"supports were not tried: {asked}", needed)
     if all(done.support is None for done in asked.completions):
-        return _without(support, "no supports are returned", needed)
+        text = "no supports are returned"
+        if not needed:
+            text += ", so train without top_p, top_k, min_p"
+        return _without(support, text, needed)
     fault = _malformed(asked.completions, scorer.vocab_size)
     if fault is not None:
         return Check("support", False, fault, FIX)
@@ -83,7 +86,7 @@ def check_returned_supports(
 def _without(support: Check, text: str, needed: bool) -> Check:
     if needed:
         return Check("support", False, text, FIX)
-    return replace(support, found=f"{support.found}; {text}, so train without top_p, top_k, min_p")
+    return replace(support, found=f"{support.found}; {text}")
 
 
 def _malformed(completions: Sequence[Completion], vocabulary: int) -> str | None:

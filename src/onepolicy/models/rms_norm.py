@@ -1,9 +1,10 @@
 """RMSNorm (arXiv:1910.07467) of a model's own classes in fewer passes over memory.
 
-transformers writes a norm as seven operations, each with an output of its own, and torch
-differentiates each. On a CPU the forward here does the same operations in the same order, some in
-place, so its bits are theirs. The backward is one formula, equal to rounding. On a GPU the norm is
-one kernel of torch's, which rounds to 16 bits once, where transformers' classes round twice.
+Some families (Gemma, Qwen3.5) keep a norm's scale as its distance from 1. transformers writes a
+norm as seven operations, each with an output of its own, and torch differentiates each. On a CPU
+the forward here does the same operations in the same order, some in place, so its bits are theirs.
+The backward is one formula, equal to rounding. On a GPU the norm is one kernel of torch's, which
+rounds to 16 bits once, where transformers' classes round twice.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ def use_few_passes(model: nn.Module, *, fused: bool = False) -> None:
     """
     way: type[Replaced] = Fused if fused else FewPasses
     for module in model.modules():
-        if computes_these_bits(module):
-            module.__class__ = _made(way, type(module))
+        offset = offset_of(module)
+        if offset is None or (fused and offset):  # 1 + w would be rounded to 16 bits
+            continue
+        module.__class__ = _made(way, type(module), offset)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -34,17 +37,20 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     return own.__bases__[1] if isinstance(module, Replaced) else own
 
 
-def computes_these_bits(module: nn.Module) -> bool:
-    """Return whether `w * x / rms(x)` has the bits of this module's float32 output."""
+def offset_of(module: nn.Module) -> float | None:
+    """Return 0 or 1, whichever gives `(w + offset) x / rms(x)` the bits of this module's output.
+
+    None if neither does. The output is tried in float32.
+    """
     parameters = dict(module.named_parameters())
     if (
         "RMSNorm" not in type(module).__name__
         or isinstance(module, Replaced)
         or list(parameters) != ["weight"]
         or list(inspect.signature(type(module).forward).parameters)[2:]  # a gate
-        or not isinstance(getattr(module, "variance_epsilon", None), float)
+        or _epsilon_of(module) is None
     ):
-        return False
+        return None
     random = torch.Generator("cpu").manual_seed(0)
     x, weight = (
         torch.randn(shape, generator=random, device="cpu")
@@ -52,37 +58,62 @@ def computes_these_bits(module: nn.Module) -> bool:
     )
     with torch.no_grad():
         theirs = functional_call(module, {"weight": weight}, (x,))
-        ours = RMSNormFunction.apply(x, weight, module.variance_epsilon)
-    return torch.equal(theirs, ours)
+        for offset in (0.0, 1.0):
+            ours = RMSNormFunction.apply(x, _scale(weight, offset), _epsilon_of(module))
+            if torch.equal(theirs, ours):
+                return offset
+    return None
+
+
+def _epsilon_of(module: nn.Module) -> float | None:
+    """Return the number under the root, by either name of transformers; None if there is none."""
+    for name in ("variance_epsilon", "eps"):
+        found = getattr(module, name, None)
+        if isinstance(found, float):
+            return found
+    return None
+
+
+def _scale(weight: Tensor, offset: float) -> Tensor:
+    """Return the factor of the normed values."""
+    if offset == 0:
+        return weight
+    return offset + weight
 
 
 class Replaced(nn.Module):
     """The part of a norm's class that puts another function before the class's own forward."""
 
     weight: Tensor
-    variance_epsilon: float
+    offset: float  # of the scale from the weight
+
+    def of_few_passes(self) -> tuple[Tensor, float]:
+        """Return the scale, and the number under the root."""
+        epsilon = _epsilon_of(self)
+        assert epsilon is not None
+        return _scale(self.weight, self.offset), epsilon
 
 
 class Fused(Replaced):
     """The norm as one kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if x.dtype != weight.dtype:
+        if x.dtype != self.weight.dtype:
             return super().forward(x)
-        return rms_norm(x, weight.shape, weight, self.variance_epsilon)
+        scale, epsilon = self.of_few_passes()
+        return rms_norm(x, scale.shape, scale, epsilon)
 
 
 class FewPasses(Replaced):
     """The norm by the functions below."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        if not x.dtype == weight.dtype == torch.float32 or torch.is_autocast_enabled("cpu"):
+        if not x.dtype == self.weight.dtype == torch.float32 or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
+        scale, epsilon = self.of_few_passes()
         if torch.is_grad_enabled():
-            return RMSNormFunction.apply(x, weight, self.variance_epsilon)
-        return (x * _reciprocal(x, self.variance_epsilon)).mul_(weight)
+            return RMSNormFunction.apply(x, scale, epsilon)
+        return (x * _reciprocal(x, epsilon)).mul_(scale)
 
 
 def _reciprocal(x: Tensor, epsilon: float) -> Tensor:
@@ -90,13 +121,15 @@ def _reciprocal(x: Tensor, epsilon: float) -> Tensor:
     return x.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
 
 
-MADE: dict[tuple[type, type], type[nn.Module]] = {}  # our subclasses of norms' classes
+MADE: dict[tuple[type, type, float], type[nn.Module]] = {}  # our subclasses of norms' classes
 
 
-def _made(way: type[Replaced], norm: type[nn.Module]) -> type[nn.Module]:
-    if (way, norm) not in MADE:
-        MADE[way, norm] = type(norm.__name__, (way, norm), {"__module__": norm.__module__})
-    return MADE[way, norm]
+def _made(way: type[Replaced], norm: type[nn.Module], offset: float) -> type[nn.Module]:
+    key = way, norm, offset
+    if key not in MADE:
+        parts = {"__module__": norm.__module__, "offset": offset}
+        MADE[key] = type(norm.__name__, (way, norm), parts)
+    return MADE[key]
 
 
 class RMSNormFunction(torch.autograd.Function):

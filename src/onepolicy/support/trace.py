@@ -102,7 +102,10 @@ class SupportTrace:
         return SupportTrace(self.ids[index], offsets, logp)
 
     def check_values(self, vocabulary: int) -> None:
-        """Raise UsageError for wrong offsets, ids outside the vocabulary, and values not finite."""
+        """Raise UsageError for wrong offsets, wrong ids, and values that are not finite.
+
+        The ids of a set ascend, inside the vocabulary.
+        """
         ends = self.offsets
         if int(ends[0]) or int(ends[-1]) != len(self.ids) or bool((ends.diff() < 0).any()):
             raise UsageError(
@@ -113,11 +116,20 @@ class SupportTrace:
                 f"SupportTrace.ids: {int(self.ids.min())} to {int(self.ids.max())}, but the "
                 f"model's tokens are 0..{vocabulary - 1}; is it another vocabulary?"
             )
+        slots = self.slot_of
+        falls = (self.ids.diff() <= 0) & (slots.diff() == 0)
+        if bool(falls.any()):
+            place = int(falls.nonzero()[0, 0])
+            raise UsageError(
+                f"SupportTrace.ids: {int(self.ids[place + 1])} stands after "
+                f"{int(self.ids[place])} in the set of slot {int(slots[place])}; ids of a set "
+                "ascend: make the trace by from_sets, from_counts or from_padded, which sort"
+            )
         if self.logp is not None and not bool(self.logp.isfinite().all()):
             place = int((~self.logp.isfinite()).nonzero()[0, 0])
             raise UsageError(
                 f"SupportTrace.logp: {float(self.logp[place])} of token {int(self.ids[place])}, in "
-                f"the set of slot {int(self.slot_of[place])}; expected finite log-probabilities"
+                f"the set of slot {int(slots[place])}; expected finite log-probabilities"
             )
 
     def contains(self, tokens: Tensor) -> Tensor:

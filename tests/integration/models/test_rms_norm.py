@@ -11,7 +11,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextRMSNorm,
+    Qwen3NextRMSNormGated,
+)
 
 from onepolicy.invariant.mode import Invariant
 from onepolicy.models import rms_norm
@@ -27,7 +30,11 @@ def norm_of(kind, size=48):
     return module
 
 
-@pytest.mark.parametrize("kind", [Qwen3MoeRMSNorm, MixtralRMSNorm, OlmoeRMSNorm, GptOssRMSNorm])
+KINDS = [Qwen3MoeRMSNorm, MixtralRMSNorm, OlmoeRMSNorm, GptOssRMSNorm]
+ONE_PLUS = [Gemma2RMSNorm, Qwen3NextRMSNorm]  # their scale is 1 + weight
+
+
+@pytest.mark.parametrize("kind", KINDS + ONE_PLUS)
 @pytest.mark.parametrize("shape", [(5, 48), (1, 7, 4, 48), (1, 0, 48)])
 def test_same_bits_forward_and_gradients_as_near_to_float64(kind, shape):
     torch.manual_seed(0)
@@ -43,7 +50,7 @@ def test_same_bits_forward_and_gradients_as_near_to_float64(kind, shape):
         out = module(leaf.requires_grad_())
         if module is exact:  # the class itself rounds to float32: compute the formula
             mean = leaf.pow(2).mean(-1, keepdim=True)
-            out = module.weight * leaf * torch.rsqrt(mean + module.variance_epsilon)
+            out = (module.weight + (kind in ONE_PLUS)) * leaf * torch.rsqrt(mean + 1e-6)
         found.append((out, *torch.autograd.grad(out, (leaf, module.weight), grad.to(out.dtype))))
     assert torch.equal(found[0][0], found[1][0])
     assert "RMSNormFunction" in found[1][0].grad_fn.name()
@@ -54,7 +61,7 @@ def test_same_bits_forward_and_gradients_as_near_to_float64(kind, shape):
             assert errors[1] <= 2 * errors[0] + 1e-7
 
 
-@pytest.mark.parametrize("kind", [Qwen3MoeRMSNorm, MixtralRMSNorm, OlmoeRMSNorm, GptOssRMSNorm])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_kernel_is_as_near_to_float64(kind, dtype):
     """On a GPU. In 16 bits it rounds once, and most classes twice."""
@@ -90,7 +97,7 @@ def test_only_what_needs_a_gradient_has_one():
 
 
 def test_norms_of_other_bits_are_left_alone():
-    """Gemma adds 1 to its weights; a norm may also round, or have another parameter."""
+    """A norm may round, or have another parameter."""
 
     class RoundingRMSNorm(Qwen3MoeRMSNorm):
         def forward(self, x):
@@ -101,12 +108,19 @@ def test_norms_of_other_bits_are_left_alone():
             super().__init__(size)
             self.bias = nn.Parameter(torch.zeros(size))
 
-    kinds = [Gemma2RMSNorm, RoundingRMSNorm, ShiftedRMSNorm, nn.RMSNorm, nn.LayerNorm]
+    kinds = [RoundingRMSNorm, ShiftedRMSNorm, nn.RMSNorm, nn.LayerNorm]
     kinds += [Qwen3NextRMSNormGated, BambaRMSNormGated]  # of recurrent layers: a gate comes too
     model = nn.Sequential(*(kind(48) for kind in kinds))
     for fused in (False, True):
         rms_norm.use_few_passes(model, fused=fused)
         assert [type(module) for module in model] == kinds
+
+
+@pytest.mark.parametrize("kind", ONE_PLUS)
+def test_one_plus_a_weight_in_16_bits_is_left_to_the_class(kind):
+    module = norm_of(kind)
+    rms_norm.use_few_passes(module, fused=True)
+    assert type(module) is kind
 
 
 def test_without_a_graph_or_in_other_dtypes_the_class_computes(monkeypatch):

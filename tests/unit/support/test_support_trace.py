@@ -103,3 +103,14 @@ def test_values_that_are_not_finite_are_named():
     with pytest.raises(UsageError, match="nan of token 3, in the set of slot 0"):
         trace.check_values(8)
     trace.without_logp().check_values(8)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"), [([5, 3], "3 stands after 5"), ([4, 4], "4 stands after 4")]
+)
+def test_ids_of_a_set_that_do_not_ascend_are_named(ids, words):
+    """A set may begin below the end of the one before it."""
+    trace = SupportTrace(torch.tensor([2, 7, *ids]).int(), torch.tensor([0, 2, 2, 4]))
+    with pytest.raises(UsageError, match=f"{words} in the set of slot 2"):
+        trace.check_values(8)
+    SupportTrace(torch.tensor([2, 7, 3]).int(), torch.tensor([0, 2, 2, 3])).check_values(8)

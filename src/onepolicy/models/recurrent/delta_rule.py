@@ -17,6 +17,7 @@ from onepolicy.models.embedding_bag_matmul import weighted_rows
 from onepolicy.models.recurrent.segments import Row, without_autocast
 
 CHUNK = 64  # tokens, as in fla and in transformers
+ENGINE_CHUNK = 32  # prompts of some dozen tokens leave less of a chunk empty
 CHANNEL_CHUNK = 16  # with a decay per channel a chunk needs size^2 * channels numbers
 EPSILON = 1e-6  # under the root of a key's or a query's norm, as fla's
 STATE = "delta rule"
@@ -99,7 +100,11 @@ def _read(row: Row, table: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor
 def scan(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -> Tensor:
     """Return o [T, H, Dv] of float32 tokens [T, H, ..]."""
     per_channel = decay.dim() == 3
-    size = CHANNEL_CHUNK if per_channel else CHUNK
+    size = CHUNK
+    if per_channel:
+        size = CHANNEL_CHUNK
+    elif row.states is not None:
+        size = ENGINE_CHUNK
     chunks = row.chunks(size)
     tables = (q, k, k * b[..., None], v * b[..., None], decay)
     # [chunks, H, size, ..]
@@ -115,15 +120,20 @@ def scan(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) ->
         system, reads = kb @ k.mT * pairs, q @ k.mT * pairs
         total = total[..., None]
     faded = total.exp()
-    new, old = (
-        torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True)
-        for x in (vb, kb * faded)
-    )
+    begins = row.begins  # then no state is read before the second chunk
+    updates = vb
+    if not begins or len(chunks.steps) > 1:
+        updates = torch.cat([vb, kb * faded], -1)
+    solved = torch.linalg.solve_triangular(system, updates, upper=False, unitriangular=True)
+    new, old = solved[..., : vb.shape[-1]], solved[..., vb.shape[-1] :]
     q, k = q * faded, k * (total[:, :, -1:] - total).exp()
     kept = faded[:, :, -1, :, None]  # [chunks, H, Dk or 1, 1]
     outputs = []
 
     def advance(step: slice, state: Tensor) -> Tensor:
+        if begins and step.start == 0:
+            outputs.append(reads[step] @ new[step])
+            return k[step].mT @ new[step]
         written = new[step] - old[step] @ state
         outputs.append(q[step] @ state + reads[step] @ written)
         return state * kept[step] + k[step].mT @ written

@@ -162,6 +162,7 @@ class States:
     num_rows: int
     rows: Tensor  # [S] int64, each sample's row of the tables
     begins: Tensor | None = None  # [S] bool, True where no token was fed before; None: nowhere
+    all_begin: bool = False  # no sample has tokens of earlier rows
 
     def table(self, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return the states [num_rows, *shape] of all rows, which a decoding operator may change.
@@ -196,8 +197,15 @@ class States:
             state = table.index_select(0, self.rows).mul_(fade).addcmul_(x, y)
             table.index_copy_(0, self.rows, state)
             return
-        fade, x, y = (self._of_all_rows(*each) for each in ((fade, 1.0), (x, 0.0), (y, 0.0)))
+        if not self._is_whole():
+            fade, x, y = (self._of_all_rows(*each) for each in ((fade, 1.0), (x, 0.0), (y, 0.0)))
         table.mul_(fade).addcmul_(x, y)
+
+    def _is_whole(self) -> bool:
+        """Return whether the samples are those of all rows, in order; a GPU is not asked."""
+        if len(self.rows) != self.num_rows or self.rows.device.type != "cpu":
+            return False
+        return torch.equal(self.rows, torch.arange(self.num_rows, device="cpu"))
 
     def _of_all_rows(self, factor: Tensor, stays: float) -> Tensor:
         """Return a factor [num_rows, ...]. It is `stays` in rows of no sample."""
@@ -216,6 +224,13 @@ class Row:
     def decodes(self) -> bool:
         """True if an engine feeds one token a sample."""
         return self.states is not None and max(self.segments.lengths) == 1
+
+    @property
+    def begins(self) -> bool:
+        """True if no sample goes on from tokens of an earlier row."""
+        if self.states is None:
+            return True
+        return self.states.all_begin
 
     def chunks(self, size: int) -> Chunks:
         """Return the chunks to scan: those of a decoding row have one token."""

@@ -115,8 +115,7 @@ class HFEngine:
         device = next(model.parameters()).device
         decode_experts.use_decode_experts(model, device)
         linear.use_onednn_linear(model, device)
-        if device.type != "cpu":
-            rms_norm.use_few_passes(model, fused=True)
+        rms_norm.use_few_passes(model, fused=device.type != "cpu")
         self._held = install_adapter(model, lora)
         self._pressure = install_pressure(model, pressure)
         routers: Routers | None = None

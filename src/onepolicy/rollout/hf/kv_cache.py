@@ -111,7 +111,9 @@ class KVCache:
         if self._feeding is None:
             self._feeding = _Feeding.of(self._step)
         feeding = self._feeding
-        states = States(self.states, layer, self.num_rows, feeding.rows, feeding.begins)
+        states = States(
+            self.states, layer, self.num_rows, feeding.rows, feeding.begins, feeding.all_begin
+        )
         return Row(feeding.segments, states)
 
     # The public interface of transformers' Cache
@@ -213,13 +215,15 @@ class _Feeding:
     segments: Segments
     rows: Tensor  # [S] int64
     begins: Tensor | None  # [S] bool, True where no token was fed before; None: nowhere
+    all_begin: bool
 
     @classmethod
     def of(cls, step: KVCacheStep) -> _Feeding:
         if step.bounds is None:
             segments = Segments((1,) * len(step.rows), step.rows.device, step.positions)
-            return cls(segments, step.rows, None)
+            return cls(segments, step.rows, None, all_begin=False)
         first = step.bounds[:-1].long()
         fed = step.positions[first]
         segments = Segments(tuple(step.bounds.diff().tolist()), step.rows.device, fed)
-        return cls(segments, step.rows[first], fed == 0)
+        begins = fed == 0
+        return cls(segments, step.rows[first], begins, bool(begins.all()))

@@ -123,7 +123,7 @@ class VLLMDialect(Dialect):
             raise UsageError(
                 f"rollout.sampling.top_k: {sampling.top_k} and ties are up to {wanted} "
                 f"log-probabilities, but the server returns at most {caps.top_logprobs}; "
-                "lower it, or start the server with a larger --max-logprobs"
+                f"lower it, or start the server with --max-logprobs {wanted + 1}"
             )
 
     def seed_of_rest(self, seed: int, done: int) -> int:
