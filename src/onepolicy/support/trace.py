@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,10 +16,30 @@ from onepolicy.errors import UsageError, describe_argument
 
 
 class KeptSet(NamedTuple):
-    """The set of one slot."""
+    """The set of one slot: numpy's arrays, of which thousands are made a step."""
 
-    ids: Tensor  # [size] int32, ascending
-    logp: Tensor | None = None  # [size] float32, the engine's, if it was asked for them
+    ids: np.ndarray  # [size] int32, ascending
+    logp: np.ndarray | None = None  # [size] float32, the engine's, if it was asked for them
+
+
+def kept_sets(kept: Tensor, logp: Tensor | None = None) -> list[KeptSet]:
+    """Return the set of every row of a mask. kept: [B, V] bool. logp: [B, V] float32."""
+    rows, vocabulary = kept.shape
+    flat = np.flatnonzero(kept.numpy(force=True))
+    ids = (flat % vocabulary).astype(np.int32)
+    ends = np.searchsorted(flat, np.arange(1, rows + 1) * vocabulary).tolist()
+    values = None
+    if logp is not None:
+        values = logp.numpy(force=True).reshape(-1)[flat]
+    return _split(ids, values, ends)
+
+
+def _split(ids: np.ndarray, logp: np.ndarray | None, ends: list[int]) -> list[KeptSet]:
+    """Return the sets that end before these places."""
+    bounds = pairwise([0, *ends])
+    if logp is None:
+        return [KeptSet(ids[a:b]) for a, b in bounds]
+    return [KeptSet(ids[a:b], logp[a:b]) for a, b in bounds]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,12 +161,9 @@ class SupportTrace:
         return found.index_put((slots[self.ids == tokens[slots]],), found.new_ones(()))
 
     def split(self) -> list[KeptSet]:
-        """Return the set of every slot, as views."""
-        sizes = self.sizes.tolist()
-        ids = self.ids.split(sizes)
-        if self.logp is None:
-            return [KeptSet(each) for each in ids]
-        return list(map(KeptSet, ids, self.logp.split(sizes)))
+        """Return the set of every slot, as views where the trace is on a CPU."""
+        values = None if self.logp is None else self.logp.numpy(force=True)
+        return _split(self.ids.numpy(force=True), values, self.offsets[1:].tolist())
 
     def without_logp(self) -> SupportTrace:
         """Return the sets without the engine's log-probabilities."""
@@ -166,11 +185,14 @@ class SupportTrace:
         Values stay if every captured set has them.
         """
         ids = [part.ids for part in parts]
-        sizes = torch.tensor([0, *map(len, ids)])
+        sizes = np.array([0, *map(len, ids)])
         filled = [part for part in parts if len(part.ids)]
         values = [part.logp for part in filled if part.logp is not None]
-        logp = torch.cat(values) if values and len(values) == len(filled) else None
-        return cls(torch.cat([*ids, torch.empty(0, dtype=torch.int32)]), sizes.cumsum(0), logp)
+        logp = None
+        if values and len(values) == len(filled):
+            logp = torch.from_numpy(np.concatenate(values))
+        joined = np.concatenate([*ids, np.empty(0, np.int32)])
+        return cls(torch.from_numpy(joined), torch.from_numpy(sizes.cumsum()), logp)
 
     @classmethod
     def concat(cls, traces: Sequence[SupportTrace]) -> SupportTrace:

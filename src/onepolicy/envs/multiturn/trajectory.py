@@ -12,6 +12,7 @@ import copy
 from collections.abc import Sequence
 from typing import get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,7 +73,7 @@ class Trajectory:
             tops = zip(completion.top_ids.cpu(), completion.top_logp.cpu(), strict=True)
             self._tops |= zip(range(length, length + new), tops, strict=True)
         if completion.support is not None:
-            sets = completion.support.to("cpu").split()
+            sets = completion.support.split()
             self._sets |= zip(range(length, length + new), sets, strict=True)
         self.tokens += completion.token_ids.tolist()
         self._turn += [self.turns - 1] * new
@@ -159,7 +160,7 @@ class Trajectory:
         """Return the sets of all slots, empty where an observed token is predicted."""
         if not self._sets:
             return None
-        empty = KeptSet(torch.empty(0, dtype=torch.int32))
+        empty = KeptSet(np.empty(0, np.int32))
         return SupportTrace.join([self._sets.get(i, empty) for i in range(1, length)])
 
     def _stack_tops(self, column: int, fill: float, length: int) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.models.top_k_top_p import WHOLE_VOCABULARY, apply_min_p, apply_top_k_top_p
-from onepolicy.support.trace import KeptSet, SupportTrace
+from onepolicy.support.trace import KeptSet, kept_sets
 from onepolicy.types import Sampling
 
 # part of the numerics contract with the trainer
@@ -83,7 +83,7 @@ class Sampled(NamedTuple):
     logp: Tensor  # [B] float32
     top_ids: Tensor | None  # [B, k] int64, most likely first; None if k is 0
     top_logp: Tensor | None  # [B, k] float32
-    support: Sequence[KeptSet] = ()  # [B] CPU, what each was drawn from, if one asks for it
+    support: Sequence[KeptSet] = ()  # [B], what each was drawn from, if one asks for it
 
 
 def uniform_numbers(seed: int, count: int, num_drawn: int = 0) -> np.ndarray:
@@ -113,7 +113,7 @@ def sample_tokens(logits: Tensor, uniform: Tensor, rows: BatchSampling) -> Sampl
     if rows.support is not None:
         kept = tempered.isfinite() & rows.support[:, None]
         values = logp if rows.support_logp else None
-        support = SupportTrace.from_mask(kept, values).to("cpu").split()
+        support = kept_sets(kept, values)
     return Sampled(tokens[:, 0], logp.gather(-1, tokens)[:, 0], top_ids, top_logp, support)
 
 
