@@ -1,13 +1,21 @@
-"""docs/reference/versions.md lists what is installed, under the licence of its metadata."""
+"""docs/data/licences.csv lists what is installed, under the licence of its metadata."""
 
 import re
 from importlib.metadata import PathDistribution
 
 import pytest
 
-from support.licences import CLASSIFIER, is_permissive, licence_of, listed_packages, rows
+from support.licences import (
+    CLASSIFIER,
+    PAGE,
+    is_permissive,
+    licence_of,
+    listed_packages,
+    part,
+    rows,
+)
 
-LISTED = listed_packages()
+LISTED = {row.name: (row.licence, row.brought_by) for row in listed_packages()}
 
 
 def test_every_package_that_an_install_brings_is_listed_as_it_is():
@@ -16,6 +24,9 @@ def test_every_package_that_an_install_brings_is_listed_as_it_is():
     assert {"torch", "transformers", "plotly", "pyarrow", "peft", "ray", "wandb"} <= set(found)
     command = "PYTHONPATH=src:tests .venv/bin/python -m support.licences"
     assert {name: LISTED.get(name) for name in found} == found, f"write it anew: {command}"
+    assert PAGE.read_text(encoding="utf-8").endswith(part(listed_packages())), (
+        f"write it anew: {command}"
+    )
 
 
 def test_no_package_has_an_unknown_or_a_strong_copyleft_licence():

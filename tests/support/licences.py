@@ -1,10 +1,11 @@
 """Licences of everything that an install of onepolicy brings, read from the packages' metadata.
 
-PYTHONPATH=src:tests .venv/bin/python -m support.licences   # into docs/reference/versions.md
+PYTHONPATH=src:tests .venv/bin/python -m support.licences   # into docs/data/licences.csv
 """
 
 from __future__ import annotations
 
+import csv
 import re
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from typing import NamedTuple
@@ -12,9 +13,12 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from support.paths import ROOT
 from support.versions.page import DOCS as PAGE
 from support.versions.page import LICENCES
 
+LISTED = ROOT / "docs" / "data" / "licences.csv"
+COLUMNS = ["package", "licence", "comes with"]
 EXTRAS = ("", "train", "report", "audit", "lora", "qlora", "server", "envs", "wandb", "ray")
 """Those that `make test` installs; "" is the library alone."""
 CLASSIFIER = "License :: OSI Approved :: "
@@ -52,19 +56,19 @@ PERMISSIVE = {
 }
 FIRST_WORDS = {"MIT License": "MIT", "BSD style": "BSD", "Apache License": "Apache-2.0"}
 HEAD = """
-onepolicy is Apache-2.0. Its wheel contains no code of others. Installing it brings these packages,
-each under its own licence, as its metadata says (`PYTHONPATH=src:tests .venv/bin/python -m
-support.licences` reads the venv of `make test`; `tests/lint/test_licences.py` compares). Not
-listed: NVIDIA's CUDA libraries, which PyPI's torch brings on Linux under NVIDIA's own terms; the
-extras `vllm`, `adam8bit` and `trackio`; tools of the tests.
+onepolicy is Apache-2.0. Its wheel contains no code of others. The packages that an install brings,
+each under its own licence, are in [licences.csv](../data/licences.csv), as their metadata says
+(`PYTHONPATH=src:tests .venv/bin/python -m support.licences` reads the venv of `make test`;
+`tests/lint/test_licences.py` compares). Not listed: NVIDIA's CUDA libraries, which PyPI's torch
+brings on Linux under NVIDIA's own terms; the extras `vllm`, `adam8bit` and `trackio`; tools of the
+tests.
 """
 
 
 class Row(NamedTuple):
-    """A package of the page."""
+    """A package of the list."""
 
     name: str
-    version: str
     licence: str
     brought_by: str  # the first extra that needs it
 
@@ -121,8 +125,7 @@ def rows() -> list[Row]:
         for name in sorted(installed(extra) - found):
             package = distribution(name)
             found.add(name)
-            version = package.version.partition("+")[0]
-            listed.append(Row(name, version, licence_of(package), extra or "the library"))
+            listed.append(Row(name, licence_of(package), extra or "the library"))
     return listed
 
 
@@ -132,30 +135,28 @@ def is_permissive(licence: str) -> bool:
     return all(word.strip() in PERMISSIVE for word in words if word.strip())
 
 
-def part() -> str:
-    """Return what the page says of licences: those to read first, and all, a row a licence."""
-    listed = rows()
-    groups: dict[tuple[str, str], list[str]] = {}
-    for row in listed:
-        named = groups.setdefault((row.brought_by, row.licence), [])
-        named.append(row.name)
+def part(listed: list[Row]) -> str:
+    """Return what the page says of licences: where all are, and which to read first."""
     special = [f"{row.name} ({row.licence})" for row in listed if not is_permissive(row.licence)]
-    lines = [HEAD, f"**Read these first**, not plainly permissive: {', '.join(special)}.", ""]
-    lines += ["| comes with | licence | packages |", "|---|---|---|"]
-    lines += [f"| {extra} | {licence} | {', '.join(n)} |" for (extra, licence), n in groups.items()]
-    return "\n".join(lines) + "\n"
+    return f"{HEAD}\n**Read these first**, not plainly permissive: {', '.join(special)}.\n"
 
 
-def listed_packages() -> dict[str, tuple[str, str]]:
-    """Return licence and extra of every package that the page has."""
-    text = PAGE.read_text(encoding="utf-8").partition(LICENCES)[2]
-    found = {}
-    for extra, licence, packages in re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", text, re.MULTILINE):
-        for package in packages.split(", ") if packages != "packages" else ():
-            found[package] = (licence, extra)
-    return found
+def listed_packages() -> list[Row]:
+    """Return the rows of the list in the tree."""
+    with LISTED.open(encoding="utf-8", newline="") as file:
+        return [Row(*cells) for cells in list(csv.reader(file))[1:]]
+
+
+def write() -> None:
+    """Write the list, and what the page says of it."""
+    listed = rows()
+    with LISTED.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(COLUMNS)
+        table.writerows(listed)
+    before, _, _ = PAGE.read_text(encoding="utf-8").partition(LICENCES)
+    PAGE.write_text(before + LICENCES + part(listed), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    before, _, _ = PAGE.read_text(encoding="utf-8").partition(LICENCES)
-    PAGE.write_text(before + LICENCES + part(), encoding="utf-8")
+    write()

@@ -18,8 +18,8 @@ DESCRIPTION = """\
 Prints the needs of a recipe on a cluster, before you pay: memory per learner rank and engine
 device, bytes per step, the parts of a step's time, the best split of devices between sampling and
 learning, and changes to make if it does not fit. No weights are read: parameters are counted, and
-activations measured by running the model on tensors without memory. docs/plan.md explains
-every number.
+activations measured by running the model on tensors without memory.
+docs/measured.md explains every number.
 """
 
 

@@ -149,7 +149,7 @@ COPIED += ["rollout.engine.max_len=2048", "rollout.engine.max_num_seqs=16"]
         ("Qwen3-235B-A22B", "16xH100", []),
     ],
 )
-def test_advice_of_docs_plan_ends_in_what_fits(tmp_path, model, cluster, more):
+def test_advice_of_the_page_ends_in_what_fits(tmp_path, model, cluster, more):
     """The line of the page's table is that of the command, and it fits."""
     if model == "Qwen3-4B":
         changed("qwen3_dense", **QWEN3, **DENSE).save_pretrained(tmp_path / model)
@@ -158,6 +158,6 @@ def test_advice_of_docs_plan_ends_in_what_fits(tmp_path, model, cluster, more):
     found = planned(model, tmp_path, *asked, cluster=cluster)
     assert not found["chosen"]["fits"]
     (line,) = (line for line in found["suggestions"] if line.startswith("type: "))
-    assert f"`{line.removeprefix('type: ')}`" in (ROOT / "docs" / "plan.md").read_text()
+    assert f"`{line.removeprefix('type: ')}`" in (ROOT / "docs" / "gpus.md").read_text()
     typed = to_type(found["suggestions"])
     assert planned(model, tmp_path, *asked, *typed, cluster=cluster)["chosen"]["fits"]

@@ -39,10 +39,9 @@ support.versions.cells page` writes this page from the results.
 _FAMILIES = """
 ## Model families
 
-`tests/integration/replay/test_versions.py`, one tiny model a family: routes are recorded, replaying
-them keeps every bit of logits and gradients, random routes are used and only their experts get
-gradients, rows without a route take the router's own, and both kinds of activation checkpointing
-recompute with the routes of their forward.
+`tests/integration/replay/test_versions.py`, one tiny model a family: its own routes, random ones,
+rows without a route, under both kinds of activation checkpointing
+([what holds](../replay.md#model-families)).
 
 """
 _REFUSED = """
@@ -51,7 +50,8 @@ where the block selects the experts itself: on 4.x Qwen3-MoE, Qwen2-MoE, Mixtral
 to 5.12 DeepSeek-V2, DeepSeek-V3 and GLM-4.5. So does gpt-oss on 4.x, whose router returns the
 weights spread over all experts.
 
-**Skipped**: """
+Why tests are skipped is in `tests/support/versions/results`.
+"""
 _LICENCES = """
 ## Licences
 """
@@ -73,7 +73,6 @@ def page() -> str:
         _FAMILIES,
         _families(results),
         _REFUSED,
-        _skips(results),
         _LICENCES,
     ]
     return "".join(parts)
@@ -129,8 +128,3 @@ def _state(state: str) -> str:
     if state.startswith("its own forward fails"):
         return "transformers' own forward fails"
     return state
-
-
-def _skips(results: dict[str, dict[str, Any]]) -> str:
-    reasons = sorted({reason for found in results.values() for reason in found["skipped"]})
-    return "; ".join(reasons) + ".\n"
