@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from onepolicy.config.input_files import check_model_path, read_template, requir
 from onepolicy.config.measure import engine_overrides, measure_settings
 from onepolicy.config.output_paths import check_output_path
 from onepolicy.console import print_status
-from onepolicy.gateway.conformance.command import run_conformance
+from onepolicy.gateway.conformance.command import SECONDS, run_conformance
 
 SHORTEST_SECRET = 16
 
@@ -67,12 +68,20 @@ def add_gateway(commands: Commands) -> None:
         help="variable with the secret that begins and ends episodes (default: a new one); with "
         "--conformance the gateway's, or the key of another one",
     )
+    gateway.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help=f"most seconds of --conformance (default: {SECONDS}); an answer may take a fifth",
+    )
 
 
 def run_gateway(arguments: argparse.Namespace) -> int:
     """Serve programs until Ctrl-C, or check a gateway."""
     if arguments.conformance is not None:
         return _check_gateway(arguments)
+    if arguments.seconds is not None:
+        raise UsageError("--seconds: is of --conformance; a gateway serves until Ctrl-C")
     for name, given in (("the model", arguments.model), ("--out", arguments.out)):
         if given is None:
             raise UsageError(f"{name}: is missing; give `onepolicy gateway MODEL --out FOLDER`")
@@ -128,7 +137,12 @@ def _check_gateway(arguments: argparse.Namespace) -> int:
         key = os.environ.get(arguments.key_env)
         if not key:
             raise UsageError(f"--key-env: {arguments.key_env} is not set")
-    return run_conformance(arguments.conformance, key, arguments.model or "policy")
+    seconds = arguments.seconds
+    if seconds is None:
+        seconds = SECONDS
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--seconds: {seconds:g} given, expected a time above 0")
+    return run_conformance(arguments.conformance, key, arguments.model or "policy", seconds)
 
 
 def _secret(variable: str | None) -> str | None:

@@ -27,6 +27,7 @@ def refused(monkeypatch, capsys, tmp_path):
         (["--key-env", "GATEWAY_TEST_SECRET"], "GATEWAY_TEST_SECRET holds 5 characters"),
         (["--engine", "hf:http://x"], "hf runs in this process"),
         (["model.path=other"], "model.path: 'other' is set, but the command's model is 'tiny'"),
+        (["--seconds", "9"], "--seconds: is of --conformance"),
         (["--template", "no.jinja"], "--template: no.jinja cannot be read"),
     ],
 )
@@ -48,6 +49,8 @@ def test_packages_that_are_missing(refused):
         (["--out", "traces"], "the model: is missing"),
         (["--conformance", "http://x", "--out", "traces"], "--out: --conformance checks a gateway"),
         (["--conformance", "http://x", "--key-env", "GATEWAY_TEST_NONE"], "_NONE is not set"),
+        (["--conformance", "http://x", "--seconds", "0"], "--seconds: 0 given, expected a time"),
+        (["--conformance", "http://x", "--seconds", "nan"], "--seconds: nan given, expected a"),
     ],
 )
 def test_a_gateway_is_made_or_checked(capsys, words, said):
