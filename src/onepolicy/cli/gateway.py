@@ -39,7 +39,10 @@ def add_gateway(commands: Commands) -> None:
         ignored=(*RUN_ONLY, "model.path", "task"),
     )
     gateway.add_argument(
-        "model", nargs="?", help="folder or hub id; its tokenizer needs a chat template"
+        "model",
+        nargs="?",
+        help="folder or hub id of a model whose tokenizer has a chat template; with --conformance "
+        "the name to ask for (default: policy)",
     )
     gateway.add_argument(
         "overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.sampling.max_tokens=4096"

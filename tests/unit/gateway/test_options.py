@@ -64,3 +64,19 @@ def test_packages_that_are_missing(refused):
 def test_a_gateway_is_made_or_checked(capsys, words, said):
     assert main(["gateway", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ([], ("http://x", None, "policy", 600)),
+        (["gpt", "--key-env", "GATEWAY_TEST_KEY"], ("http://x", "short", "gpt", 600)),
+        (["--seconds", "9"], ("http://x", None, "policy", 9)),
+    ],
+)
+def test_what_the_kit_is_told(monkeypatch, words, given):
+    told = []
+    monkeypatch.setenv("GATEWAY_TEST_KEY", "short")
+    monkeypatch.setattr("onepolicy.cli.gateway.run_conformance", lambda *all: told.append(all) or 1)
+    assert main(["gateway", "--conformance", "http://x", *words]) == 1
+    assert told == [given]
