@@ -1,6 +1,7 @@
 """The server of fake_vllm.py in a process of its own, which a test can kill.
 
-python -m support.fake_vllm_process PORT MODEL SECONDS: on this port, of a turn so many seconds.
+python -m support.fake_vllm_process PORT MODEL SECONDS MAX_LEN: on this port, of a turn so many
+seconds, of a path so many tokens.
 """
 
 import sys
@@ -14,14 +15,14 @@ from onepolicy.rollout.vllm.worker import model_shape
 from support.fake_vllm import GENERATE, FakeVLLM
 
 
-def main(port, model, seconds):
+def main(port, model, seconds, max_len):
     shape = model_shape(read_config(resolve_model(ModelConfig(path=model))).get_text_config())
 
     def slowly(reply, number):
         time.sleep(float(seconds))
         return reply
 
-    fake = FakeVLLM(model, shape, told={"max_len": 128}, spoil={GENERATE: slowly})
+    fake = FakeVLLM(model, shape, told={"max_len": int(max_len)}, spoil={GENERATE: slowly})
     fake.server.port = int(port)
     with fake.server:
         print("ready", flush=True)

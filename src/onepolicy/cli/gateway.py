@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from onepolicy.config.input_files import check_model_path, read_template, requir
 from onepolicy.config.measure import engine_overrides, measure_settings
 from onepolicy.config.output_paths import check_output_path
 from onepolicy.console import print_status
-from onepolicy.gateway.conformance.command import run_conformance
+from onepolicy.gateway.conformance.command import SECONDS, run_conformance
 
+PORT = 8300
 SHORTEST_SECRET = 16
+OF_OURS = ("out", "engine", "port", "template", "thoughts", "turns", "tokens")
+"""Options of a gateway that is made."""
 
 
 def add_gateway(commands: Commands) -> None:
@@ -35,7 +39,10 @@ def add_gateway(commands: Commands) -> None:
         ignored=(*RUN_ONLY, "model.path", "task"),
     )
     gateway.add_argument(
-        "model", nargs="?", help="folder or hub id; its tokenizer needs a chat template"
+        "model",
+        nargs="?",
+        help="folder or hub id of a model whose tokenizer has a chat template; with --conformance "
+        "the name to ask for (default: policy)",
     )
     gateway.add_argument(
         "overrides", nargs="*", metavar="a.b=value", help="e.g. rollout.sampling.max_tokens=4096"
@@ -47,15 +54,15 @@ def add_gateway(commands: Commands) -> None:
         metavar="URL",
         help="check the gateway at this address instead, whoever made it, by what programs send",
     )
-    gateway.add_argument("--port", type=int, default=8300, help="of 127.0.0.1")
+    gateway.add_argument("--port", type=int, metavar="N", help=f"of 127.0.0.1 (default: {PORT})")
     gateway.add_argument(
         "--template", metavar="FILE", help="chat template, in place of the model's"
     )
     gateway.add_argument(
         "--thoughts",
         choices=("keep", "as-sent"),
-        default="keep",
-        help="a turn that comes back without its thoughts: continue it with them, or begin anew",
+        help="a turn that comes back without its thoughts: continue it with them (default), or "
+        "begin anew",
     )
     gateway.add_argument("--turns", type=int, metavar="N", help="most turns of an episode")
     gateway.add_argument(
@@ -67,17 +74,28 @@ def add_gateway(commands: Commands) -> None:
         help="variable with the secret that begins and ends episodes (default: a new one); with "
         "--conformance the gateway's, or the key of another one",
     )
+    gateway.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help=f"most seconds of --conformance (default: {SECONDS}); an answer may take a fifth",
+    )
 
 
 def run_gateway(arguments: argparse.Namespace) -> int:
     """Serve programs until Ctrl-C, or check a gateway."""
     if arguments.conformance is not None:
         return _check_gateway(arguments)
+    if arguments.seconds is not None:
+        raise UsageError("--seconds: is of --conformance; a gateway serves until Ctrl-C")
     for name, given in (("the model", arguments.model), ("--out", arguments.out)):
         if given is None:
             raise UsageError(f"{name}: is missing; give `onepolicy gateway MODEL --out FOLDER`")
     require_gateway("onepolicy gateway")
-    check_port(arguments.port, "--port")
+    port = arguments.port
+    if port is None:
+        port = PORT
+    check_port(port, "--port")
     for name in ("turns", "tokens"):
         limit = getattr(arguments, name)
         if limit is not None and limit < 1:
@@ -108,10 +126,10 @@ def run_gateway(arguments: argparse.Namespace) -> int:
 
     options = gateway.GatewayOptions(
         out=out,
-        port=arguments.port,
+        port=port,
         name=Path(arguments.model).name,
         template=template,
-        thoughts=arguments.thoughts,
+        thoughts=arguments.thoughts or "keep",
         limits=Limits(arguments.turns, arguments.tokens),
         secret=secret,
     )
@@ -119,16 +137,27 @@ def run_gateway(arguments: argparse.Namespace) -> int:
 
 
 def _check_gateway(arguments: argparse.Namespace) -> int:
-    """Play transcripts against a gateway."""
-    for name in ("out", "engine", "template", "turns", "tokens"):
-        if getattr(arguments, name) is not None:
-            raise UsageError(f"--{name}: --conformance checks a gateway that runs; leave it out")
+    """Play transcripts against a gateway. Raises UsageError for what only our own would read."""
+    given = [f"--{name}" for name in OF_OURS if getattr(arguments, name) is not None]
+    if "=" in (arguments.model or ""):  # without a model the first setting is in its place
+        given.append(arguments.model)
+    given += arguments.overrides
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: --conformance checks a gateway that runs and reads none of this; "
+            "leave it out"
+        )
     key = None
     if arguments.key_env is not None:
         key = os.environ.get(arguments.key_env)
         if not key:
             raise UsageError(f"--key-env: {arguments.key_env} is not set")
-    return run_conformance(arguments.conformance, key, arguments.model or "policy")
+    seconds = arguments.seconds
+    if seconds is None:
+        seconds = SECONDS
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--seconds: {seconds:g} given, expected a time above 0")
+    return run_conformance(arguments.conformance, key, arguments.model or "policy", seconds)
 
 
 def _secret(variable: str | None) -> str | None:

@@ -7,12 +7,15 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable
+from typing import Any
 
 from onepolicy.gateway.messages import RequestError
 from onepolicy.gateway.session import Session
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 MOST_OPEN = 4096
+MOST_ANSWERS = 4096
+"""Episodes that ended last, whose answers are kept for who asks again."""
 
 
 class Episodes:
@@ -29,6 +32,7 @@ class Episodes:
         self.secret = secret or secrets.token_urlsafe(24)
         self._open: dict[str, Session] = {}
         self._ended: set[str] = set()
+        self._answers: dict[str, tuple[float, dict[str, Any]]] = {}
 
     def key_of(self, name: str) -> str:
         """Return the API key of an episode. Raises RequestError for a name that cannot be one."""
@@ -71,6 +75,12 @@ class Episodes:
 
         Raises RequestError otherwise.
         """
+        if name in self._ended:
+            raise RequestError(
+                f"episode: {name!r} has ended; its line is in episodes.jsonl",
+                status=403,
+                code="episode_over",
+            )
         if name not in self._open:
             raise RequestError(
                 f"episode: {name!r} is not open; it begins with its first request", status=404
@@ -84,9 +94,30 @@ class Episodes:
             )
         return self._open[name]
 
-    def end(self, name: str) -> Session:
-        """Close an open episode and return it. Its key serves nothing any more."""
+    def answer_to_end(self, name: str, reward: float) -> dict[str, Any] | None:
+        """Return what was answered when the episode was ended with this reward, None if it was not.
+
+        So who lost the answer asks again. Raises RequestError if it was ended with another one.
+        """
+        given, answer = self._answers.get(name, (reward, None))
+        if given != reward:
+            raise RequestError(
+                f"reward: {reward:g} given, but {name!r} was ended with {given:g}",
+                status=403,
+                code="episode_over",
+            )
+        return answer
+
+    def end(self, name: str, reward: float = 0.0, answer: dict[str, Any] | None = None) -> Session:
+        """Close an open episode and return it. Its key serves nothing any more.
+
+        answer: to who ends it with this reward, None: nobody asks again.
+        """
         self._ended.add(name)
+        if answer is not None:
+            self._answers[name] = reward, answer
+        while len(self._answers) > MOST_ANSWERS:
+            del self._answers[next(iter(self._answers))]
         return self._open.pop(name)
 
     @property

@@ -175,23 +175,30 @@ async def _show_tree(episodes: Episodes, http: HTTPRequest) -> Response:
 async def _end_episode(
     episodes: Episodes, ended: Callable[[str, Session, float], Body], http: HTTPRequest
 ) -> Response:
-    """End an episode with its reward, for who has the secret. It stays open if that fails."""
+    """End an episode with its reward, for who has the secret. It stays open if that fails.
+
+    Who ends it again, because the answer was lost, gets the same answer.
+    """
     try:
         episodes.check_secret(_key_of(http))
         body, _ = await _read_body(http)
         name, given = need(body, "episode", str), body.get("reward")
         if isinstance(given, bool) or not isinstance(given, int | float) or not abs(given) <= 1e9:
             raise RequestError(f"reward: {given!r} given, expected a number")
+        reward = float(given)
+        answered = episodes.answer_to_end(name, reward)
+        if answered is not None:
+            return _json_response(answered)
         session = episodes.to_end(name)
     except RequestError as error:
         return _error_response(chat, error)
     try:
-        line = ended(name, session, float(given))
+        line = ended(name, session, reward)
     except Exception as error:  # of a scorer or a disk: what was sampled must not be lost by it
         LOG.exception("episode %s: it was not scored", name)
         said = f"episode {name} was not scored and stays open: {error}; see the gateway's log"
         return _error_response(chat, RequestError(said, status=500, code="scoring"))
-    episodes.end(name)
+    episodes.end(name, reward, line)
     return _json_response(line)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepolicy.files import replace_atomically
 from onepolicy.gateway.history import History
 from onepolicy.gateway.tree import breaks_of
-from onepolicy.record.export import write_step
+from onepolicy.record.export import step_file
+from onepolicy.record.schema import write_parquet
 from onepolicy.types import RoutingTrace, TokenBatch
 
 DUMP, EPISODES = "dump", "episodes.jsonl"
@@ -48,7 +52,6 @@ class TraceWriter:
         rows: list[dict[str, Any]] = []
         if scored is not None and reward is not None:
             rows = dump_rows(scored, native, step=self._episodes, reward=reward)
-            write_step(self.folder / DUMP, self._episodes, rows)
         line: dict[str, Any] = {"episode": name, "reward": reward, "step": self._episodes}
         line |= {"samples": len(rows), "counts": dict(history.counts())}
         line["breaks"] = breaks_of(history)
@@ -56,10 +59,38 @@ class TraceWriter:
             line["note"] = note
         if is_open:
             line["open"] = True
-        with (self.folder / EPISODES).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._write(rows, json.dumps(line) + "\n")
         self._episodes += 1
         return line
+
+    def _write(self, rows: Sequence[dict[str, Any]], line: str) -> None:
+        """Write the file of an episode with samples, and its line; neither if that fails.
+
+        The file gets its name after the line is there. So whatever a killed gateway leaves, the
+        dump has no episode without a line, and no half of one.
+        """
+        lines = self.folder / EPISODES
+        size = 0
+        if lines.exists():
+            size = lines.stat().st_size
+        try:
+            if not rows:
+                _append(lines, line)
+                return
+            file = step_file(self.folder / DUMP, self._episodes)
+            file.parent.mkdir(exist_ok=True)
+            with replace_atomically(file) as temporary:
+                write_parquet(temporary, rows)
+                _append(lines, line)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.truncate(lines, size)
+            raise
+
+
+def _append(file: Path, line: str) -> None:
+    with file.open("a", encoding="utf-8") as opened:
+        opened.write(line)
 
 
 def dump_rows(

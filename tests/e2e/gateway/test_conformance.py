@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import re
 import threading
 
 import httpx2
@@ -267,6 +268,20 @@ def test_the_command_says_by_its_status_whether_all_is_well(monkeypatch, capsys)
         assert "the gateway gives no key for this secret" in capsys.readouterr().err
     assert main(words) == 2
     assert "no answer from" in capsys.readouterr().err
+
+
+def test_a_gateway_that_hangs_ends_the_command_in_its_seconds(capsys):
+    async def app(scope, receive, send):
+        if scope["method"] == "POST":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    with served(app) as url:
+        assert main(["gateway", "--conformance", url, "--seconds", "4"]) == 1
+    counts = r"0 pass, [1-9]\d* fail, 0 left out, [1-9]\d* not run"
+    assert re.search(counts, capsys.readouterr().out)
 
 
 def test_a_session_in_the_path_has_the_name_of_the_transcript():

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,16 +20,20 @@ from support.paths import ROOT
 from support.waiting import until
 
 pytestmark = [pytest.mark.gateway, pytest.mark.slow, pytest.mark.timeout(7200)]
-MODEL = str(ROOT / "tests" / "support" / "policies" / "small")
+POLICY = ROOT / "tests" / "support" / "policies" / "small"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}"
 SECRET = "a secret of this test"
-EPISODES, TURNS, NEW = 64, 4, 8
+EPISODES, LONG, NEW, MAX_LEN = 64, "e1", 4, 4096
+TURNS = Counter({f"e{number}": 2 for number in range(EPISODES)} | {LONG: 200})
+SECONDS = 0.05
+"""Of the engine, for a turn."""
 PROGRAM = """
 import http.client, json, sys, time
 port, key, turns, name = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 
 def ask(messages):
-    for attempt in range(12):
+    attempt = 0
+    while True:
         try:
             # now and then it does not wait for its first answer, and asks again as SDKs do
             hasty = attempt == 0 and (name + len(messages)) % 5 == 0
@@ -46,13 +51,15 @@ def ask(messages):
             sys.exit("the gateway is gone")
         except (OSError, http.client.HTTPException):
             pass
-        time.sleep(0.1)
-    sys.exit("no answer")
+        attempt += 1  # as often as it takes until the engine is there again
+        time.sleep(0.2)
 
 messages = [{"role": "user", "content": "%d+%d=" % (name % 10, name // 10)}]
 for turn in range(turns):
     answer = ask(messages)
     print(json.dumps([answer["id"], answer["usage"]["completion_tokens"]]), flush=True)
+    if turn == 0:
+        sys.stdin.readline()  # all have begun
     messages += [answer["choices"][0]["message"], {"role": "user", "content": "2+2="}]
 """
 
@@ -93,16 +100,22 @@ class Machine:
         self.statuses = {}
         self.engine = None
         (folder / "template.jinja").write_text(TEMPLATE)
+        self.model = shutil.copytree(POLICY, folder / "policy")
+        config = json.loads((POLICY / "config.json").read_text())
+        config["max_position_embeddings"] = MAX_LEN  # of 200 turns
+        (self.model / "config.json").write_text(json.dumps(config))
 
     def start_engine(self):
-        words = ("-m", "support.fake_vllm_process", self.engine_port, MODEL, 0.1)
-        self.engine = Process(*words, log=self.folder / "engine.log")
+        words = (self.engine_port, self.model, SECONDS, MAX_LEN)
+        self.engine = Process(
+            "-m", "support.fake_vllm_process", *words, log=self.folder / "engine.log"
+        )
 
     async def start_gateway(self):
         out, self.port = self.folder / f"out{len(self.folders)}", free_port()
         engine = f"vllm-server:http://127.0.0.1:{self.engine_port}"
         gateway = Process(
-            *("-m", "onepolicy", "gateway", MODEL, "--engine", engine, "--out", out),
+            *("-m", "onepolicy", "gateway", self.model, "--engine", engine, "--out", out),
             *("--port", self.port, "--template", self.folder / "template.jinja"),
             *("--key-env", "KIT_SECRET", f"rollout.sampling.max_tokens={NEW}"),
             *("rollout.engine.dtype=float32", "rollout.engine.retries=4"),
@@ -123,21 +136,29 @@ class Machine:
         url = f"http://127.0.0.1:{self.port}/v1/{path}"
         return await client.post(url, json=body, headers={"x-api-key": SECRET}, timeout=600)
 
-    async def play(self, client, name, killed=()):
-        """Start a program and end its episode. A killed one earns 0, and so does one that fails."""
-        begun = await self.ask(client, "episodes", episode=name)
+    async def play(self, client, name, begun, killed):
+        """Start a program and end its episode. A killed one earns 0, and so does one that fails.
+
+        begun: waits until every program has its first answer.
+        """
+        told = await self.ask(client, "episodes", episode=name)
         number = int(name.removeprefix("e"))
-        words = ("-S", "-E", "-c", PROGRAM, self.port, begun.json()["key"], TURNS, number)
+        words = ("-S", "-E", "-c", PROGRAM, self.port, told.json()["key"], TURNS[name], number)
         program = await asyncio.create_subprocess_exec(
-            sys.executable, *map(str, words), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            *(sys.executable, *map(str, words)),
+            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL},
         )
         self.told[name] = []
         async for line in program.stdout:
             self.told[name].append(json.loads(line))
-            if name in killed:
-                await asyncio.sleep(0.05)  # it has asked again by now
-                with contextlib.suppress(ProcessLookupError):
+            if len(self.told[name]) == 1:
+                await begun.wait()
+                program.stdin.write(b"\n")
+                if name in killed:
+                    await asyncio.sleep(SECONDS)  # it has asked again by now
                     program.kill()
+        if not self.told[name]:
+            await begun.abort()
         self.statuses[name] = await program.wait()
         reward = float(self.statuses[name] == 0)
         while True:
@@ -148,20 +169,25 @@ class Machine:
 
     async def play_all(self, names, killed=()):
         """Play episodes at once. If the gateway is killed those that had not ended stop."""
-        limits = httpx2.Limits(max_connections=None)
+        limits, begun = httpx2.Limits(max_connections=None), asyncio.Barrier(len(names))
         async with httpx2.AsyncClient(limits=limits) as client:
-            plays = (self.play(client, name, killed) for name in names)
+            plays = (self.play(client, name, begun, killed) for name in names)
             return await asyncio.gather(*plays, return_exceptions=True)
 
     def lines(self):
-        """Return the lines of all episodes that ended, and the folder of each."""
+        """Return the lines of all episodes that ended, and the file of each.
+
+        A line without its file was written as the gateway was killed, and not answered.
+        """
         found = []
         for folder in self.folders:
             file = folder / "episodes.jsonl"
             text = file.read_text() if file.exists() else ""
-            for line in text.splitlines():
-                found.append((folder, json.loads(line)))
-        return [each for each in found if each[1]["reward"] is not None]
+            for line in map(json.loads, text.splitlines()):
+                rows = folder / "dump" / f"step_{line['step']:05d}_0.parquet"
+                if line["reward"] is not None and rows.exists():
+                    found.append((rows, line))
+        return found
 
     def ended(self):
         return {line["episode"] for _, line in self.lines()}
@@ -173,7 +199,8 @@ class Machine:
 
 
 async def kill_all(machine):
-    """Play 64 episodes. Kill six programs, the engine in the middle of turns, and the gateway."""
+    """Play 64 episodes, one of 200 turns. Kill six programs, the engine in the middle of turns, and
+    the gateway."""
     names = [f"e{number}" for number in range(EPISODES)]
     killed = set(names[::11])
 
@@ -190,11 +217,9 @@ async def kill_all(machine):
     machine.gateways[0].kill()
     await playing
     assert EPISODES // 4 < len(machine.ended()) < EPISODES
-    for _ in range(2):  # programs that got no answer from the restarted engine in time start again
-        left = [name for name in names if name not in machine.ended()]
-        if left:
-            await machine.start_gateway()
-            assert not any(map(bool, await machine.play_all(left)))
+    await machine.start_gateway()
+    left = [name for name in names if name not in machine.ended()]
+    assert not any(await machine.play_all(left))
     return names, killed
 
 
@@ -207,24 +232,21 @@ def test_nothing_is_lost_or_counted_twice(tmp_path):
     lines = machine.lines()
     assert Counter(line["episode"] for _, line in lines) == Counter(names)
     turns = 0
-    for folder, line in lines:
+    for file, line in lines:
         name, counts = line["episode"], line["counts"]
         told = machine.told[name]
         assert len({each for each, _ in told}) == len(told)
         turns += counts["turns"]
         assert not line["breaks"]
         assert not {"retry sibling", "abandoned"} & {key for key in counts if counts[key]}
-        (block,) = read_dump(folder / "dump" / f"step_{line['step']:05d}_0.parquet", {})
+        (block,) = read_dump(file, {})
         recorded = int(block.columns["mask"].sum())
         if machine.statuses[name] == 0:
             assert line["reward"] == 1.0
-            assert (counts["turns"], recorded) == (TURNS, sum(count for _, count in told))
+            assert (counts["turns"], recorded) == (TURNS[name], sum(count for _, count in told))
         else:  # a turn may have been sampled that its program never read
             assert (line["reward"], name in killed) == (0.0, True)
             assert counts["turns"] - len(told) in (0, 1)
-    assert turns > 200
-    for folder in machine.folders:
-        steps = {line["step"] for place, line in lines if place == folder}
-        written = {int(file.name.split("_")[1]) for file in (folder / "dump").iterdir()}
-        assert steps <= written
-        assert len(written - steps) <= 1  # the one that was written as the gateway was killed
+    assert turns > TURNS[LONG] + EPISODES
+    written = {file for folder in machine.folders for file in (folder / "dump").glob("*.parquet")}
+    assert written == {file for file, _ in lines}

@@ -129,10 +129,28 @@ def test_who_has_the_secret_begins_and_ends_episodes():
     assert app.post("/v1/episodes/end", end, key=secret).json() == {"turns": 1}
     name, session, reward = app.ended
     assert (name, reward, len(session.history.turns)) == ("a", 0.5, 1)
-    assert app.post("/v1/episodes/end", end, key=secret).status_code == 404
     for path in PATHS:
         answer = app.post(path, PATHS[path])
         assert (answer.status_code, "has ended" in answer.text) == (403, True)
+
+
+def test_who_ends_an_episode_again_gets_the_same_answer(monkeypatch):
+    monkeypatch.setattr("onepolicy.gateway.episodes.MOST_ANSWERS", 1)
+    app = App("yes", "no")
+    app.post("/v1/messages", PATHS["/v1/messages"])
+    end = {"episode": "a", "reward": 0.5}
+    first = app.post("/v1/episodes/end", end, key=app.secret)
+    app.fail = True  # it is not ended once more
+    again = app.post("/v1/episodes/end", end, key=app.secret)
+    assert (again.status_code, again.content) == (200, first.content)
+    other = app.post("/v1/episodes/end", end | {"reward": 1}, key=app.secret)
+    assert (other.status_code, "'a' was ended with 0.5" in other.text) == (403, True)
+    assert app.post("/v1/episodes/tree", end, key=app.secret).status_code == 403
+    app.fail = False
+    app.post("/v1/messages", PATHS["/v1/messages"], key=app.episodes.key_of("b"))
+    assert app.post("/v1/episodes/end", end | {"episode": "b"}, key=app.secret).status_code == 200
+    old = app.post("/v1/episodes/end", end, key=app.secret)  # only the last answers are kept
+    assert (old.status_code, "'a' has ended; its line is in" in old.text) == (403, True)
 
 
 def test_who_has_the_secret_sees_the_tree_of_an_open_episode():

@@ -10,7 +10,7 @@ from onepolicy.gateway.conformance import client as kit
 from onepolicy.gateway.conformance.answers import Illegal, read_events, want_calls
 from onepolicy.gateway.conformance.checks import check_transcript
 from onepolicy.gateway.conformance.client import Client
-from onepolicy.gateway.conformance.command import check_gateway
+from onepolicy.gateway.conformance.command import check_gateway, print_outcomes
 from onepolicy.gateway.conformance.transcripts import load_transcripts
 
 KEY = "a-key-that-nobody-may-see"
@@ -113,3 +113,25 @@ def test_a_server_that_is_not_there_is_said_without_its_password():
         asyncio.run(run())
     assert "pw" not in str(error.value)
     assert KEY not in str(error.value)
+
+
+async def hanging(request):
+    """Answer what the kit asks first, and nothing more."""
+    if request.method == "POST":
+        await asyncio.Event().wait()
+    return httpx2.Response(404, stream=Body(b"{}"))
+
+
+def test_a_gateway_that_hangs_ends_the_kit_and_the_rest_is_not_run(capsys):
+    async def run(seconds):
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(hanging)) as http:
+            return await check_gateway(Client(http, "http://gw", None, "m"), seconds=seconds)
+
+    broken_off, *others = asyncio.run(run(1))
+    assert (broken_off.not_run, broken_off.why) == (True, "1 s were over in the middle of it")
+    assert {(each.not_run, each.why) for each in others} == {(True, "1 s were over before it")}
+    assert [each.transcript for each in (broken_off, *others)] == load_transcripts()
+    print_outcomes([broken_off, *others])
+    printed = capsys.readouterr().out
+    assert f"0 pass, 0 fail, 0 left out, {1 + len(others)} not run" in printed
+    assert "give the kit more time by --seconds" in printed

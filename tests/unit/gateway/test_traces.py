@@ -1,10 +1,16 @@
 """Rows of an episode's dump, counted by hand."""
 
+import errno
 import json
+import os
+import shutil
 
+import pytest
 import torch
 
+from onepolicy.gateway import traces
 from onepolicy.gateway.traces import TraceWriter, dump_rows
+from onepolicy.record.read import read_dump
 from onepolicy.support.trace import SupportTrace
 from onepolicy.types import RoutingTrace
 from support.gateway_app import session_of
@@ -77,3 +83,65 @@ def test_every_episode_has_a_line(tmp_path):
     assert (one["episode"], one["samples"], one["reward"]) == ("a", 2, 0.5)
     assert (other["reward"], other["note"], other["step"]) == (None, "not ended", 1)
     assert [file.name for file in (tmp_path / "out" / "dump").iterdir()] == ["step_00000_0.parquet"]
+
+
+def left_in(folder):
+    """Return what a reader of the folder sees: steps of its dump, and names of its lines."""
+    files = sorted((folder / "dump").glob("*.parquet"))
+    steps = [int(file.name.split("_")[1]) for file in files]
+    lines = (folder / "episodes.jsonl").read_text().splitlines()
+    return steps, [json.loads(line)["episode"] for line in lines]
+
+
+def test_a_killed_gateway_leaves_no_episode_without_its_line(tmp_path, monkeypatch):
+    """The folder is copied at each point between two writes, which is what a kill leaves."""
+    writer, empty = TraceWriter(tmp_path / "out"), session_of("x").history
+    writer.write("a", empty, scored=scored_batch(), reward=0.5)
+    copies = []
+
+    def copied_after(name):
+        original = getattr(traces, name)
+
+        def call(*given):
+            original(*given)
+            copies.append(tmp_path / name)
+            shutil.copytree(tmp_path / "out", copies[-1])
+
+        monkeypatch.setattr(traces, name, call)
+
+    copied_after("write_parquet")
+    copied_after("_append")
+    writer.write("b", empty, scored=scored_batch(), reward=0.5)
+    assert [left_in(copy) for copy in copies] == [([0], ["a"]), ([0], ["a", "b"])]
+    assert left_in(tmp_path / "out") == ([0, 1], ["a", "b"])
+    for copy in copies:
+        (block,) = read_dump(copy / "dump", {})
+        assert set(block.columns["step"].tolist()) == {0}
+    assert len(list((tmp_path / "out" / "dump").iterdir())) == 2
+
+
+def full(*given):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def half_a_line(file, line, append=traces._append):
+    append(file, line[:9])
+    full()
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [(traces, ("_append", half_a_line)), (os, ("replace", full))],
+    ids=["its line", "its file"],
+)
+def test_an_episode_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch, place, fault):
+    """Its step is that of the next one, which must not get its file, nor half of its line."""
+    writer, empty = TraceWriter(tmp_path / "out"), session_of("x").history
+    with monkeypatch.context() as patch:
+        patch.setattr(place, *fault)
+        with pytest.raises(OSError, match="No space left"):
+            writer.write("a", empty, scored=scored_batch(), reward=0.5)
+    assert not list((tmp_path / "out" / "dump").iterdir())
+    line = writer.write("b", empty, scored=None, reward=0.5)
+    assert (line["step"], line["samples"]) == (0, 0)
+    assert left_in(tmp_path / "out") == ([], ["b"])

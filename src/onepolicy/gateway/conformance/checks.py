@@ -33,12 +33,16 @@ LONG = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a transcript. check: the one that failed, "" if none did. why: in words."""
+    """The outcome of a transcript. check: the one that failed, "" if none did. why: in words.
+
+    left_out: something that it needs is missing. not_run: there was no time for all of it.
+    """
 
     transcript: Transcript
     check: str = ""
     why: str = ""
     left_out: bool = False
+    not_run: bool = False
     sees_tree: bool = False
 
 

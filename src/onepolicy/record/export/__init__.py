@@ -32,13 +32,18 @@ def write_step(
     it stays beside the new one, under a name that `onepolicy audit` does not read, and a warning
     says so: a run that was resumed trains some of its steps again.
     """
-    path = Path(folder) / f"step_{step:05d}_{rank}.parquet"
+    path = step_file(folder, step, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_atomically(path) as temporary:
         write_parquet(temporary, rows, framework=framework)
         if keep_older:
             _keep_older(path)
     return path
+
+
+def step_file(folder: Path | str, step: int, rank: int = 0) -> Path:
+    """Return the path of a step's file in a dump."""
+    return Path(folder) / f"step_{step:05d}_{rank}.parquet"
 
 
 def _keep_older(path: Path) -> None:
