@@ -186,14 +186,13 @@ gpu: ## on a machine with a GPU: its tests and benchmarks, nine minutes
 gpu-pack: ## .gpu-pack: a folder that does the same on an image with torch, without a network
 	$(PYTHON) benchmarks/gpu/pack.py
 
-# The image that was tried: Python 3.12, torch 2.11. Its wheel is for CUDA and runs on a CPU. PYTHON312: the Python to make it with.
+# The image that was tried: Python 3.12, torch 2.11. Its wheel is for CUDA and runs on a CPU; it needs an older setuptools than the one
+# that builds here. PYTHON312: the Python to make it with.
 QUEUE := .venv-gpu
 PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3 /usr/bin/python3.12) python3.12)
-# torch 2.11 asks for an older setuptools than the one that builds here.
-$(QUEUE)/.ready: export PIP_CONSTRAINT :=
 $(QUEUE)/.ready: Makefile
 	test -d $(QUEUE) || $(PYTHON312) -m venv $(QUEUE)
-	$(QUEUE)/bin/pip install -q --log $(QUEUE)/pip.log torch==2.11.0 transformers==5.17.0 'numpy==2.5.*'
+	env -u PIP_CONSTRAINT $(QUEUE)/bin/pip install -q --log $(QUEUE)/pip.log torch==2.11.0 transformers==5.17.0 'numpy==2.5.*'
 	touch $@
 
 clean: ## remove the venvs and caches (runs/ stays)

@@ -109,13 +109,17 @@ def test_one_family_for_each_way_of_scoring():
     assert chosen == {*gate.FAMILIES, "of_its_own"}
 
 
+KEYS = {"what", "run", "gate", "needs", "env", "writes", "check", "test", "all"}
+
+
 def test_every_phase_says_what_it_is_and_names_what_is_there():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     variables = dict(re.findall(r"^(\w+) := (\S+)$", makefile, re.MULTILINE))
     stamps = {f"{path}/.ready" for path in variables.values()} | {".venv/.vllm"}
     for name, row in phases.PHASES.items():
         assert row["what"], name
-        assert set(row) <= {"what", "run", "gate", "needs", "env", "check", "test", "all"}, name
+        assert set(row) <= KEYS, name
+        assert all((ROOT / path).exists() for path in row.get("writes", ())), name
         assert set(row.get("needs", ())) <= stamps, name
         assert {row.get("check", 1), row.get("test", 1)} <= {1, 2}, name
         for target in ("test", "all"):
