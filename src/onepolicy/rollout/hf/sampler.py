@@ -111,7 +111,7 @@ def sample_tokens(logits: Tensor, uniform: Tensor, rows: BatchSampling) -> Sampl
         top_logp, top_ids = logp.topk(rows.top_logprobs, -1)
     support: Sequence[KeptSet] = ()
     if rows.support is not None:
-        kept = tempered.isfinite() & rows.support[:, None]
+        kept = (tempered > -torch.inf) & rows.support[:, None]
         values = logp if rows.support_logp else None
         support = kept_sets(kept, values)
     return Sampled(tokens[:, 0], logp.gather(-1, tokens)[:, 0], top_ids, top_logp, support)
