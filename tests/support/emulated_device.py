@@ -204,7 +204,14 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     return target
 
 
+def _arange(*bounds: Any, **settings: Any) -> EmulatedTensor:
+    """torch's own makes an empty tensor and resizes it, which a wrapper's size does not follow."""
+    return EmulatedTensor(torch.arange(*bounds, dtype=settings.get("dtype")))
+
+
 _KERNELS = torch.library.Library("aten", "IMPL")
+for name in ("arange", "arange.start", "arange.start_step"):
+    _KERNELS.impl(name, _arange, "PrivateUse1")
 _KERNELS.impl("empty.memory_format", _empty, "PrivateUse1")
 _KERNELS.impl("empty_strided", _empty_strided, "PrivateUse1")
 _KERNELS.impl("_copy_from", _copy_from, "PrivateUse1")

@@ -25,12 +25,12 @@ class KeptSet(NamedTuple):
 def kept_sets(kept: Tensor, logp: Tensor | None = None) -> list[KeptSet]:
     """Return the set of every row of a mask. kept: [B, V] bool. logp: [B, V] float32."""
     rows, vocabulary = kept.shape
-    flat = np.flatnonzero(kept.numpy(force=True))
+    flat = np.flatnonzero(kept.cpu().numpy())
     ids = (flat % vocabulary).astype(np.int32)
     ends = np.searchsorted(flat, np.arange(1, rows + 1) * vocabulary).tolist()
     values = None
     if logp is not None:
-        values = logp.numpy(force=True).reshape(-1)[flat]
+        values = logp.cpu().numpy().reshape(-1)[flat]
     return _split(ids, values, ends)
 
 
@@ -162,8 +162,8 @@ class SupportTrace:
 
     def split(self) -> list[KeptSet]:
         """Return the set of every slot, as views where the trace is on a CPU."""
-        values = None if self.logp is None else self.logp.numpy(force=True)
-        return _split(self.ids.numpy(force=True), values, self.offsets[1:].tolist())
+        values = None if self.logp is None else self.logp.cpu().numpy()
+        return _split(self.ids.cpu().numpy(), values, self.offsets[1:].tolist())
 
     def without_logp(self) -> SupportTrace:
         """Return the sets without the engine's log-probabilities."""
