@@ -109,7 +109,11 @@ def rows(out):
 
 def timeless(row):
     """Return a metrics row without the fields that depend on the clock."""
-    return {k: v for k, v in row.items() if not k.startswith("time/") and "per_second" not in k}
+    return {
+        k: v
+        for k, v in row.items()
+        if not k.startswith("time/") and "per_second" not in k and k != "program/seconds"
+    }
 
 
 def rank_of(agent, rank):

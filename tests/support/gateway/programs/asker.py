@@ -89,6 +89,8 @@ if what == "die":
     sys.exit("a bug")
 if what == "hang":
     time.sleep(3600)
+if what == "hold" and int(messages[0]["content"][0]) % 2 == 0:
+    os.execvp("sleep", ["sleep", sys.argv[2]])
 if what == "kill":
     os.kill(os.getppid(), 9)
     time.sleep(3600)
