@@ -1,10 +1,9 @@
 """RMSNorm (arXiv:1910.07467) of a model's own classes in fewer passes over memory.
 
-Some families (Gemma, Qwen3.5) keep a norm's scale as its distance from 1. transformers writes a
-norm as seven operations, each with an output of its own, and torch differentiates each. On a CPU
-the forward here does the same operations in the same order, some in place, so its bits are theirs.
-The backward is one formula, equal to rounding. On a GPU the norm is one kernel of torch's, which
-rounds to 16 bits once, where transformers' classes round twice.
+transformers writes a norm as seven operations, and torch differentiates each. On a CPU the forward
+here does the same ones in the same order, some in place, so its bits are theirs. The backward is
+one formula, equal to rounding. On a GPU the norm is one kernel of torch's, which rounds to 16 bits
+once, where transformers' classes round twice. Gemma and Qwen3.5 keep a scale less 1.
 """
 
 from __future__ import annotations
@@ -25,73 +24,53 @@ def use_few_passes(model: nn.Module, *, fused: bool = False) -> None:
     """
     way: type[Replaced] = Fused if fused else FewPasses
     for module in model.modules():
-        offset = offset_of(module)
-        if offset is None or (fused and offset):  # 1 + w would be rounded to 16 bits
-            continue
-        module.__class__ = _made(way, type(module), offset)
+        found = formula_of(module)
+        if found and not (fused and found[0]):  # 1 + w would be rounded to 16 bits
+            module.__class__ = _made(way, type(module))
+            vars(module).update(offset=found[0], epsilon=found[1])
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of this module without fewer passes."""
-    own = type(module)
-    return own.__bases__[1] if isinstance(module, Replaced) else own
+    return type(module).__bases__[1] if isinstance(module, Replaced) else type(module)
 
 
-def offset_of(module: nn.Module) -> float | None:
-    """Return 0 or 1, whichever gives `(w + offset) x / rms(x)` the bits of this module's output.
+def formula_of(module: nn.Module) -> tuple[float, float] | None:
+    """Return offset and epsilon of `(offset + w) x / sqrt(mean(x^2) + epsilon)`.
 
-    None if neither does. The output is tried in float32.
+    None if it does not have the bits of this module's float32 output.
     """
     parameters = dict(module.named_parameters())
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if (
         "RMSNorm" not in type(module).__name__
         or isinstance(module, Replaced)
         or list(parameters) != ["weight"]
         or list(inspect.signature(type(module).forward).parameters)[2:]  # a gate
-        or _epsilon_of(module) is None
+        or not isinstance(epsilon, float)
     ):
         return None
-    random = torch.Generator("cpu").manual_seed(0)
-    x, weight = (
-        torch.randn(shape, generator=random, device="cpu")
-        for shape in ((3, *parameters["weight"].shape), parameters["weight"].shape)
-    )
+    shape, random = parameters["weight"].shape, torch.Generator("cpu").manual_seed(0)
+    table = torch.randn(4, *shape, generator=random, device="cpu")
+    x, weight = table[1:], table[0]
     with torch.no_grad():
         theirs = functional_call(module, {"weight": weight}, (x,))
         for offset in (0.0, 1.0):
-            ours = RMSNormFunction.apply(x, _scale(weight, offset), _epsilon_of(module))
-            if torch.equal(theirs, ours):
-                return offset
+            if torch.equal(theirs, RMSNormFunction.apply(x, offset + weight, epsilon)):
+                return offset, epsilon
     return None
-
-
-def _epsilon_of(module: nn.Module) -> float | None:
-    """Return the number under the root, by either name of transformers; None if there is none."""
-    for name in ("variance_epsilon", "eps"):
-        found = getattr(module, name, None)
-        if isinstance(found, float):
-            return found
-    return None
-
-
-def _scale(weight: Tensor, offset: float) -> Tensor:
-    """Return the factor of the normed values."""
-    if offset == 0:
-        return weight
-    return offset + weight
 
 
 class Replaced(nn.Module):
     """The part of a norm's class that puts another function before the class's own forward."""
 
     weight: Tensor
-    offset: float  # of the scale from the weight
+    offset: float
+    epsilon: float
 
-    def of_few_passes(self) -> tuple[Tensor, float]:
-        """Return the scale, and the number under the root."""
-        epsilon = _epsilon_of(self)
-        assert epsilon is not None
-        return _scale(self.weight, self.offset), epsilon
+    @property
+    def scale(self) -> Tensor:
+        return self.offset + self.weight if self.offset else self.weight
 
 
 class Fused(Replaced):
@@ -100,8 +79,7 @@ class Fused(Replaced):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != self.weight.dtype:
             return super().forward(x)
-        scale, epsilon = self.of_few_passes()
-        return rms_norm(x, scale.shape, scale, epsilon)
+        return rms_norm(x, self.weight.shape, self.weight, self.epsilon)
 
 
 class FewPasses(Replaced):
@@ -110,10 +88,9 @@ class FewPasses(Replaced):
     def forward(self, x: Tensor) -> Tensor:
         if not x.dtype == self.weight.dtype == torch.float32 or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
-        scale, epsilon = self.of_few_passes()
         if torch.is_grad_enabled():
-            return RMSNormFunction.apply(x, scale, epsilon)
-        return (x * _reciprocal(x, epsilon)).mul_(scale)
+            return RMSNormFunction.apply(x, self.scale, self.epsilon)
+        return (x * _reciprocal(x, self.epsilon)).mul_(self.scale)
 
 
 def _reciprocal(x: Tensor, epsilon: float) -> Tensor:
@@ -121,15 +98,13 @@ def _reciprocal(x: Tensor, epsilon: float) -> Tensor:
     return x.pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
 
 
-MADE: dict[tuple[type, type, float], type[nn.Module]] = {}  # our subclasses of norms' classes
+MADE: dict[tuple[type, type], type[nn.Module]] = {}  # our subclasses of norms' classes
 
 
-def _made(way: type[Replaced], norm: type[nn.Module], offset: float) -> type[nn.Module]:
-    key = way, norm, offset
-    if key not in MADE:
-        parts = {"__module__": norm.__module__, "offset": offset}
-        MADE[key] = type(norm.__name__, (way, norm), parts)
-    return MADE[key]
+def _made(way: type[Replaced], norm: type[nn.Module]) -> type[nn.Module]:
+    if (way, norm) not in MADE:
+        MADE[way, norm] = type(norm.__name__, (way, norm), {"__module__": norm.__module__})
+    return MADE[way, norm]
 
 
 class RMSNormFunction(torch.autograd.Function):

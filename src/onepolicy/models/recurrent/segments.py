@@ -162,7 +162,6 @@ class States:
     num_rows: int
     rows: Tensor  # [S] int64, each sample's row of the tables
     begins: Tensor | None = None  # [S] bool, True where no token was fed before; None: nowhere
-    all_begin: bool = False  # no sample has tokens of earlier rows
 
     def table(self, name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return the states [num_rows, *shape] of all rows, which a decoding operator may change.
@@ -230,7 +229,7 @@ class Row:
         """True if no sample goes on from tokens of an earlier row."""
         if self.states is None:
             return True
-        return self.states.all_begin
+        return self.states.begins is not None and self.segments.fed is None
 
     def chunks(self, size: int) -> Chunks:
         """Return the chunks to scan: those of a decoding row have one token."""

@@ -111,9 +111,7 @@ class KVCache:
         if self._feeding is None:
             self._feeding = _Feeding.of(self._step)
         feeding = self._feeding
-        states = States(
-            self.states, layer, self.num_rows, feeding.rows, feeding.begins, feeding.all_begin
-        )
+        states = States(self.states, layer, self.num_rows, feeding.rows, feeding.begins)
         return Row(feeding.segments, states)
 
     # The public interface of transformers' Cache
@@ -215,15 +213,14 @@ class _Feeding:
     segments: Segments
     rows: Tensor  # [S] int64
     begins: Tensor | None  # [S] bool, True where no token was fed before; None: nowhere
-    all_begin: bool
 
     @classmethod
     def of(cls, step: KVCacheStep) -> _Feeding:
         if step.bounds is None:
             segments = Segments((1,) * len(step.rows), step.rows.device, step.positions)
-            return cls(segments, step.rows, None, all_begin=False)
+            return cls(segments, step.rows, None)
         first = step.bounds[:-1].long()
         fed = step.positions[first]
-        segments = Segments(tuple(step.bounds.diff().tolist()), step.rows.device, fed)
-        begins = fed == 0
-        return cls(segments, step.rows[first], begins, bool(begins.all()))
+        lengths, earlier = tuple(step.bounds.diff().tolist()), fed if fed.any() else None
+        segments = Segments(lengths, step.rows.device, earlier)
+        return cls(segments, step.rows[first], fed == 0)
