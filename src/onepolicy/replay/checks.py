@@ -265,10 +265,12 @@ def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:
 
     Such rows were not captured: a padded batch, a stale buffer. Equal tokens may have equal routes,
     because a run of one token converges to one hidden state. Where all rows are the same, every
-    router may have collapsed, which `alignment.check_captured` finds out.
+    router may have collapsed, which `alignment.check_captured` finds out. A layer whose experts
+    often stay while those of another change has a router that may: its repetitions say as little.
     """
-    words = row_words(trace.ids).flatten(1)
-    same = (words[1:] == words[:-1]).all(1) & trace.valid[1:] & trace.valid[:-1]
+    words, both = row_words(trace.ids), trace.valid[1:] & trace.valid[:-1]
+    stays = (words[1:] == words[:-1]).all(-1) & both[:, None]  # [T - 1, L]
+    same = stays.all(1)
     if not same.any() or trace.top_k >= trace.num_experts or constant_layers(trace).all():
         return
     run = torch.cat([torch.zeros(1, dtype=torch.int64), (~same).cumsum(0)])  # [T] number of the run
@@ -276,8 +278,10 @@ def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:
     changes = torch.zeros(len(words), dtype=torch.int64).index_add(
         0, run[1:], (same & new_token).long()
     )
-    bits = math.log2(math.perm(trace.num_experts, trace.top_k)) * len(trace.layers)
-    if int(changes.max()) >= max(MIN_STUCK_CHANGES, MIN_STUCK_BITS / bits):
+    others = new_token & both & ~same
+    share = stays[others].sum(0) / others.sum().clamp(min=1)  # [L]
+    bits = (-share.log2()).clamp(max=math.log2(math.perm(trace.num_experts, trace.top_k)))
+    if int(changes.max()) >= max(MIN_STUCK_CHANGES, MIN_STUCK_BITS / max(float(bits.sum()), 1e-9)):
         rows = (run == changes.argmax()).nonzero()[:, 0]
         raise UsageError(
             f"{name}: rows {int(rows[0])} to {int(rows[-1])} repeat the same experts in all "

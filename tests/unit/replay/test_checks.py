@@ -98,6 +98,17 @@ def test_repeated_tokens_may_repeat_their_routes() -> None:
     assert check_captured(same, same) == {}
 
 
+def test_layers_that_often_stay_repeat_by_chance() -> None:
+    """The routers of a collapsed policy change their experts every few tokens, not together."""
+    table, rows = routes(), torch.arange(SLOTS)
+    slow = [table[rows // period, layer] for layer, period in enumerate((6, 7, 8, 9))]
+    arrive(torch.stack(slow, 1))
+    stale = REPEATED.clone()
+    stale[10:14, 0] = stale[10, 0]  # one layer stays now and then: the others still tell
+    with pytest.raises(UsageError, match="rows 29 to 43 repeat"):
+        arrive(stale)
+
+
 def written_once(column: int = 3) -> Tensor:
     ids = routes().clone()
     ids[:, column] = ids[0, column]
