@@ -39,7 +39,7 @@ from onepolicy.train.rescore import k3_of, mismatch_of, variant_scorer
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose_batch
 from onepolicy.verdict.declared import HARMLESS_KL, declared_of
-from onepolicy.verdict.rules import FEW_ROWS, Gap, Verdict, verdict
+from onepolicy.verdict.rules import FEW_ROWS, REPLAY_HELPS, Gap, Verdict, verdict
 from onepolicy.verdict.scored_tokens import EXPLAINED, Finding
 
 Say = Callable[[str], None]
@@ -307,10 +307,13 @@ def _given_as(option: str) -> Iterator[None]:
 def _diagnosis(first: ScoredRollouts, findings: tuple[Finding, ...]) -> Diagnosis:
     """Return the findings with the marks of the scoring without replay, or else those with replay.
 
-    Without the noise of routing, replay may show marks that routing hides.
+    Without the noise of routing, replay may show marks that routing hides. Where replay takes the
+    gap off, marks without it may be of a few rows whose routes differ more: a bug's stay.
     """
     marks = first.diagnosis.marks
-    if first.replayed is not None and not marks:
+    if first.replayed is not None and (
+        not marks or first.found.k3 > REPLAY_HELPS * k3_of(first.replayed)
+    ):
         replayed = diagnose_batch(first.replayed)
         named = (f"{found.cause}: {found.evidence}" for found in replayed.findings)
         marks = (*replayed.marks, *named)
