@@ -104,6 +104,7 @@ REFUSED = [
     ("train", "give a recipe"),
     ("train TMP out=TMP/out", "TMP: a folder, not a recipe"),
     ("make-policy --out POLICY", "already exists"),
+    ("export POLICY --out POLICY/config.json/new", "config.json is a file, not a folder"),
     ("make-policy head_dym=3", "head_dym: unknown setting (value 3); did you mean head_dim?"),
     ("make-policy top_k=8 experts=4", "top_k: 8 is more than experts=4"),
 ]
@@ -229,9 +230,10 @@ def test_config_and_tokenizer(fails, no_weights, policy, tmp_path):
     for path in broken.glob("tokenizer*"):
         path.unlink()
     assert f"model.path: {broken} has no tokenizer files" in fails(f"model.path={broken}")
-    make_tokenizer("".join(map(chr, range(33, 127)))).save_pretrained(broken)
-    message = fails(f"model.path={broken}")
-    assert "has token ids up to 96, but the model's vocab_size is 32" in message
+    for largest in (96, 32):  # 0 to 2 are special tokens; 31 would do
+        make_tokenizer("".join(map(chr, range(33, 31 + largest)))).save_pretrained(broken)
+        message = fails(f"model.path={broken}")
+        assert f"has token ids up to {largest}, but the model's vocab_size is 32" in message
 
 
 def test_a_run_that_cannot_continue_exits_with_1(recipe, tmp_path, capsys, monkeypatch):

@@ -5,13 +5,16 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from onepolicy.cli import main
 from onepolicy.config import TrainingError, resolve
 from onepolicy.launch import agent
 from support.faulty_runs import gone
+from support.report_run import make_fixture_run
 from support.waiting import LIMIT_S, wait_until
 
 BASE = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
@@ -118,3 +121,15 @@ def test_when_the_command_starts_ranks(monkeypatch):
             for name, value in variables.items():
                 patch.setenv(name, value)
             assert agent.needs_agent(resolve(BASE, settings), count) is needed, (settings, count)
+
+
+def test_ctrl_c_while_ranks_train_leaves_a_report(recipe, tmp_path, monkeypatch, capsys):
+    def stopped(command, config, count):
+        (make_fixture_run(Path(config.out), steps=12, tokens=120) / "summary.json").unlink()
+        return agent.INTERRUPTED
+
+    monkeypatch.setattr("onepolicy.cli.train.run_on_ranks", stopped)
+    out = tmp_path / "new"
+    assert main(["train", str(recipe), f"out={out}", "train.ranks=2"]) == 130
+    assert f"report of the steps so far: {out / 'report.html'}; " in capsys.readouterr().err
+    assert (out / "report.html").is_file()

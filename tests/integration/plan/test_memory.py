@@ -335,7 +335,7 @@ def test_command_prints_a_plan_and_writes_it(tmp_path, capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "decode_efficiency" not in text
     words = ["1 learner rank", "activations", "rollout: decode", "bottleneck", "--constants"]
-    words += ["2 bytes a token", "of the 2 that the run keeps"]
+    words += ["2 bytes a token", "of the 2 that the run keeps", "micro-batches of 12,192 slots"]
     assert [each for each in words if each not in text] == []
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["chosen"]["fits"] is True

@@ -247,8 +247,9 @@ def test_a_block_that_names_no_file_of_the_dump_is_nonsense(taken_over, tmp_path
 
 
 def test_a_child_of_the_child_ends_with_it(taken_over):
-    """It holds the pipe on which the parent waits."""
-    taken_over("os.fork(); time.sleep(600)")
+    """It holds the pipe on which the parent waits. Left alone, it answers after a minute."""
+    answer = framed({"kind": "refused", "text": "was not ended", "arrays": []})
+    taken_over(f"os.fork(); time.sleep(60); os.write(1, {answer!r})")
     with pytest.raises(StoppedError, match="took longer than 1 s"):
         list(bounded.stream("os:abort", {}, Limits(GIB, 1)))
 

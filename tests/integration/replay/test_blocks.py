@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onepolicy import bind_routers
-from onepolicy.replay import RoutingError
+from onepolicy.replay import Routers, RoutingError
 from support.replay_models import build, tokens
 from support.replay_steps import routes_of
 
@@ -118,6 +118,13 @@ BROKEN_LATER = [  # arguments, what a replay says, what a recording says
 ]
 
 
+def _trace_within(routers: Routers, model: PreTrainedModel) -> None:
+    """Take the trace before the recording's context is left."""
+    with routers.record() as tape:
+        model(input_ids=tokens())
+        tape.trace()
+
+
 def test_a_block_that_changes_after_binding_raises_at_the_first_forward(subtests) -> None:
     for change, arguments, replayed, recorded in BROKEN_LATER:
         with subtests.test(change.__name__, arguments=arguments):
@@ -129,6 +136,8 @@ def test_a_block_that_changes_after_binding_raises_at_the_first_forward(subtests
                 model(input_ids=tokens())
             with pytest.raises(RoutingError, match=recorded), routers.record():
                 model(input_ids=tokens())
+            with pytest.raises(RoutingError, match=recorded):
+                _trace_within(routers, model)
             assert _own_forwards(model) == forwards
 
 

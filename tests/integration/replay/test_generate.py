@@ -131,6 +131,9 @@ def test_a_taken_forward_is_forgotten(model, routers) -> None:
             tape.pop_ids()
         model(input_ids=PROMPTS)
     _check_in_order(model, routers, tape.trace(), PROMPTS)
+    with torch.no_grad(), routers.record() as alone:
+        model(input_ids=PROMPTS)
+    assert tape.trace().origin == alone.trace().origin
 
 
 def test_recomputes_and_hooks_leave_nothing_behind() -> None:

@@ -264,6 +264,7 @@ def test_parts_of_the_gap_stand_beside_parts_of_the_tokens():
     assert (of_tokens["name"], of_gap["name"]) == ("of the tokens", "of the gap")
     assert of_tokens["y"] == of_gap["y"] == ["turn 1", "turn 2"]
     assert (of_tokens["x"], of_gap["x"]) == ([0.5, 0.5], [0.7843, 0.2157])
+    assert drawn["turn"].title == "By turn: turn 1 holds 78.4% of the gap on 50% of the tokens"
 
 
 def test_shares_are_percentages_in_the_tables():

@@ -153,10 +153,12 @@ def test_make_policy_repeats_its_weights(tmp_path, capsys):
     assert "sampling accuracy" in capsys.readouterr().out
 
 
-def test_make_policy_on_a_jsonl_file(tmp_path):
+def test_make_policy_on_a_jsonl_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal, which has a bar
     sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
     task = ["task.kind=jsonl", f"task.path={tmp_path / 'sums.jsonl'}", "task.held_out=8"]
     command = ["make-policy", "--out", str(tmp_path / "policy"), *task, *SMALL]
     assert main([*command, "steps=2", "max_len=64"]) == 0
     assert (tmp_path / "policy" / "policy.json").exists()
+    assert "2/2" in capsys.readouterr().out

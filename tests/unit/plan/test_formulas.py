@@ -520,8 +520,14 @@ def test_routes_and_layers_that_are_sent():
     assert volume({"quant": "int8"}).weights == 4 * 2000  # it quantises unrounded ones
     off = volume(replay={"mode": "off"})
     assert (off.routes, off.routes_sent) == (0, 0)
-    for ranks, gathered in ((4, 2000 * 3 / 4 * (4 * 3 + 4)), (1, 0)):
-        found = times.communication_volume(DIMS, config(rollout=SERVER), WORK, ranks)
+    layers = 4 * 3 + 4  # bytes of a parameter in a micro-batch: read three times, summed once
+    for ranks, budget, gathered in (
+        (4, 16_384, 2000 * 3 / 4 * layers),
+        (2, 50, 2000 / 2 * layers * 2),  # two micro-batches a rank
+        (1, 50, 0),
+    ):
+        own = config(rollout=SERVER, train={"tokens_per_micro_batch": budget})
+        found = times.communication_volume(DIMS, own, WORK, ranks)
         assert found.gathered == gathered
 
 

@@ -189,6 +189,15 @@ def test_missing_pieces_leave_a_sentence(tmp_path, subtests):
                 assert [t["line"]["color"] for t in figure.data[1::2]] == ["@trainer"]
 
 
+def test_a_metric_that_no_step_has_leaves_its_name(copy):
+    rows = map(json.loads, (copy / "metrics.jsonl").read_text().splitlines())
+    kept = [{name: v for name, v in row.items() if name != "train/entropy"} for row in rows]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    page = page_of(copy)
+    assert set(specs(page)) == FULL - {"entropy"}
+    assert "<li>Entropy: metrics.jsonl has no train/entropy.</li>" in page
+
+
 def retold(copy: Path, change) -> dict[str, str]:
     """Return the title of each figure once every row of metrics.jsonl went through `change`."""
     rows = [change(json.loads(line)) for line in (copy / "metrics.jsonl").read_text().splitlines()]

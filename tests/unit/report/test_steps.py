@@ -40,6 +40,8 @@ def test_the_share_of_large_steps_is_over_all_seeds_of_an_arm():
     assert off["x"] == [1e-5] * 4 + [2e-3] * 3
     assert off["y"] == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
     assert off["line"]["shape"] == "vh"  # after 1e-5 two of six are left, as the title says
+    low, high = figure.layout["yaxis"]["range"]
+    assert low < 0 < 1 < high  # both ends of the curve stand inside
 
 
 def test_a_zero_is_a_tick_at_the_edge_and_no_line_leads_to_it():
@@ -51,6 +53,13 @@ def test_a_zero_is_a_tick_at_the_edge_and_no_line_leads_to_it():
     assert dots["marker"]["symbol"] == ["circle", "line-ns-open"] * 40
     assert dots["y"][1] == figure.layout["yaxis"]["tickvals"][0]
     assert set(mean["y"][7:]) == {1.0}  # of 8 steps
+
+
+def test_a_log_axis_of_any_height_has_at_most_ten_labels():
+    for decades in range(1, 40):
+        series = [Series("a", ROLLOUT, [10.0**-decades, 1.0])]
+        axis = over_steps("x", "t", "", series, "u", log=True).layout["yaxis"]
+        assert 2 <= len(axis["tickvals"]) <= 10, decades
 
 
 def test_few_steps_are_joined_but_not_over_a_step_without_a_value():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.verdict.bug_signatures import Diagnosis, diagnose
+from onepolicy.verdict.bug_signatures import Diagnosis, diagnose, diagnose_batch
 from onepolicy.verdict.rules import CAUSES
 from support.examples import examples
+from support.token_batches import batch_with
 
 SEQUENCES, LENGTH, VOCABULARY = 16, 40, 60
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
@@ -185,6 +186,21 @@ def test_temperature(seed: int, subtests) -> None:
             found = check(*sides, entropy=entropy(w.logits / temperature))
             assert causes(found) == ["temperature"]
             assert raw_is_first(found) == (temperature < 1)  # as raw values of both at 0.7 are
+
+
+def test_a_scored_step_is_its_trainer_against_its_engine() -> None:
+    w = world(0)
+    tokens = w.sample(0, 0.5)
+    batch = replace(
+        batch_with([LENGTH] * SEQUENCES),
+        target_ids=tokens.flatten(),
+        logp_old=logp(w.logits, tokens).flatten(),
+        logp_rollout=logp(w.logits_rollout, tokens, 0.5).flatten(),
+        entropy=entropy(w.logits),
+    )
+    found = diagnose_batch(batch)
+    assert causes(found) == ["temperature"]
+    assert "the engine's temperature is about 0.5" in found.text()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

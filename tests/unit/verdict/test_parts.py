@@ -106,3 +106,18 @@ def test_certain_tokens_alone_show_no_factor(uncertain, named) -> None:
     assert (found is not None) == named
     if found is not None:
         assert f"{math.e ** math.log(3):.0f} times the rollout's, whatever" in found.evidence
+
+
+def test_tokens_that_one_side_rounds_to_certain_do_not_hide_rows_that_do_not_follow() -> None:
+    """Four tokens in five of the near rows are -2e-5 nats on one side and 0 on the other."""
+    g = torch.Generator().manual_seed(0)
+    middle, other, noise = torch.randn(3, 24, 64, generator=g, dtype=torch.float64)
+    certain, side = torch.rand(2, 24, 64, generator=g) < torch.tensor([0.8, 0.5])[:, None, None]
+    certain[:8] = False
+    old = logsigmoid(2 * middle).masked_fill(certain, 0.0).masked_fill(certain & side, -2e-5)
+    rollout = logsigmoid(2 * middle + noise / 20)
+    rollout = rollout.masked_fill(certain, 0.0).masked_fill(certain & ~side, -2e-5)
+    rollout[:8] = logsigmoid(2 * other[:8])
+    found = odd_rows(pairs_of(old, rollout))
+    assert found is not None
+    assert found.cause == "rows"
