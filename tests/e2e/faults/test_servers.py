@@ -103,6 +103,11 @@ def begin(server, recipe, tmp_path):
     return run
 
 
+def approved(url):
+    """Return the settings by which who resumes a run agrees to its server and its token."""
+    return f"rollout.engine.url={url}", f"rollout.engine.token_env={TOKEN}"
+
+
 def assert_right(out, ahead=0):
     """Check that the run is whole and that every token was sampled from the learner's weights.
     float32 on both sides leaves only rounding; weights of an earlier step differ by 1e-5 and more.
@@ -169,7 +174,7 @@ def test_silence_that_lasts_ends_the_run_in_time(begin, silent):
     # without its link there is no way to open another connection either
     assert re.search(r"rollout.engine.timeout_s|got Connect\w+: ", errors), errors
     assert "--resume" in errors
-    Fault(out).resumed()
+    Fault(out).resumed(*approved(url))
     assert_right(out)
 
 
@@ -197,7 +202,7 @@ def test_a_server_that_stays_dead_ends_the_run_in_time(begin, server):
     fault.ended()
     assert "--resume" in errors
     server.start()
-    Fault(out).resumed()
+    Fault(out).resumed(*approved(server.url))
     assert_right(out)
 
 
