@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.quantization_config import Mxfp4Config
@@ -43,6 +44,7 @@ from onepolicy.models.foreign import (
 from onepolicy.models.lora import NF4, base_path, merge_adapter, read_header
 from onepolicy.tokenizer_trial import try_tokenizers
 
+WORD_LIST = 2**20  # bytes of a list of words, at most
 LONGEST = 2**24  # tokens, as of rollout.engine.max_len
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the setting's value
 
@@ -122,9 +124,13 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     with foreign_files("the tokenizer", model, limited=False):
         try_tokenizers(model.path)
     with foreign_files("the tokenizer", model):
-        tokenizer = AutoTokenizer.from_pretrained(
-            model.path, trust_remote_code=model.trust_remote_code
-        )
+        if _is_word_list(Path(model.path)):
+            # AutoTokenizer gives every Qwen3.5 its family's rules in place of the file's.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(model.path)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                model.path, trust_remote_code=model.trust_remote_code
+            )
     vocabulary = tokenizer.get_vocab()
     # Without a file, transformers builds a tokenizer of added tokens only.
     if vocabulary.keys() <= tokenizer.get_added_vocab().keys():
@@ -144,6 +150,19 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             f"model's vocab_size is {size}; use the tokenizer the model was trained with"
         )
     return tokenizer
+
+
+def _is_word_list(folder: Path) -> bool:
+    """Return whether a folder's tokenizer is a list of words of no family, as make-policy's is."""
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    try:
+        if file.stat().st_size > WORD_LIST:
+            return False
+        kind = json.loads(settings.read_bytes())["tokenizer_class"]
+        words = json.loads(file.read_bytes())["model"]["type"] == "WordLevel"
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False  # transformers explains them
+    return words and kind in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

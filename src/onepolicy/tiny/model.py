@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,17 @@ Example = tuple[str, ...]
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 
 
-def make_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character, plus <pad>, <eos> and <unk>."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *sorted(set(alphabet))])}
+def make_tokenizer(alphabet: str, words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per character, plus <pad>, <eos> and <unk>.
+
+    words: texts that are one token each, wherever they stand; the longest that fits is taken.
+    """
+    longest_first = sorted(set(words), key=lambda word: (-len(word), word))
+    known = [*SPECIAL, *sorted(set(alphabet)), *longest_first]
+    vocabulary = {token: i for i, token in enumerate(known)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    pattern = "|".join([*map(re.escape, longest_first), r"[\s\S]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"

@@ -4,8 +4,10 @@ import random
 
 import pytest
 
+from onepolicy.config import ModelConfig
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.tiny.model import make_model, make_tokenizer, warm_up
+from onepolicy.models.load import load_tokenizer
+from onepolicy.tiny.model import make_model, make_tokenizer, save_policy, warm_up
 
 SMALL = {
     **{"hidden_size": 16, "layers": 1, "experts": 2, "top_k": 1, "expert_size": 8, "heads": 1},
@@ -67,3 +69,21 @@ def test_recurrent_layers_stand_before_each_of_attention():
     config = PolicyConfig(**SMALL | {"layers": 6}, recurrent=2)
     kinds = make_model(config, 20).config.layer_types
     assert kinds == [*["linear_attention"] * 2, "full_attention"] * 2
+
+
+def test_words_are_tokens_of_their_own_the_longest_first():
+    tokenizer = make_tokenizer("ab<>", ["<a>", "<a>b", "a"])
+    ids = tokenizer.encode("a<a><a>b<b", add_special_tokens=False)
+    assert tokenizer.convert_ids_to_tokens(ids) == ["a", "<a>", "<a>b", "<", "b"]
+    assert tokenizer.decode(ids) == "a<a><a>b<b"
+
+
+def test_a_hybrid_is_loaded_with_its_own_tokenizer(tmp_path):
+    """transformers gives every Qwen3.5 its family's rules, under which spaces are unknown."""
+    config = PolicyConfig(**(SMALL | {"recurrent": 1, "layers": 2}))
+    tokenizer = make_tokenizer("ab \n", ["<a> "])
+    save_policy(make_model(config, len(tokenizer)), tokenizer, config, tmp_path / "policy")
+    loaded = load_tokenizer(ModelConfig(path=str(tmp_path / "policy")))
+    text = "a b\n<a> b"
+    assert loaded.encode(text) == tokenizer.encode(text)
+    assert loaded.decode(loaded.encode(text)) == text
