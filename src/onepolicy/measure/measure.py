@@ -39,6 +39,7 @@ from onepolicy.train.rescore import k3_of, mismatch_of, variant_scorer
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose_batch
 from onepolicy.verdict.declared import HARMLESS_KL, declared_of
+from onepolicy.verdict.row_faults import MarkOfRows
 from onepolicy.verdict.rules import FEW_ROWS, REPLAY_HELPS, Gap, Verdict, verdict
 from onepolicy.verdict.scored_tokens import EXPLAINED, Finding
 
@@ -308,12 +309,13 @@ def _diagnosis(first: ScoredRollouts, findings: tuple[Finding, ...]) -> Diagnosi
     """Return the findings with the marks of the scoring without replay, or else those with replay.
 
     Without the noise of routing, replay may show marks that routing hides. Where replay takes the
-    gap off, marks without it may be of a few rows whose routes differ more: a bug's stay.
+    gap off, a few rows that held it are those whose routes differ most. Marks of places stay: a
+    router that is wrong from some token on acts through the routes, too.
     """
     marks = first.diagnosis.marks
-    if first.replayed is not None and (
-        not marks or first.found.k3 > REPLAY_HELPS * k3_of(first.replayed)
-    ):
+    if first.replayed is not None and first.found.k3 > REPLAY_HELPS * k3_of(first.replayed):
+        marks = tuple(mark for mark in marks if not isinstance(mark, MarkOfRows))
+    if first.replayed is not None and not marks:
         replayed = diagnose_batch(first.replayed)
         named = (f"{found.cause}: {found.evidence}" for found in replayed.findings)
         marks = (*replayed.marks, *named)

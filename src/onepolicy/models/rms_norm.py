@@ -27,7 +27,7 @@ def use_few_passes(model: nn.Module, *, fused: bool = False) -> None:
         found = formula_of(module)
         if found and not (fused and found[0]):  # 1 + w would be rounded to 16 bits
             module.__class__ = _made(way, type(module))
-            vars(module).update(offset=found[0], epsilon=found[1])
+            vars(module)["few_passes"] = found
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -65,12 +65,7 @@ class Replaced(nn.Module):
     """The part of a norm's class that puts another function before the class's own forward."""
 
     weight: Tensor
-    offset: float
-    epsilon: float
-
-    @property
-    def scale(self) -> Tensor:
-        return self.offset + self.weight if self.offset else self.weight
+    few_passes: tuple[float, float]  # of `formula_of`
 
 
 class Fused(Replaced):
@@ -79,7 +74,7 @@ class Fused(Replaced):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != self.weight.dtype:
             return super().forward(x)
-        return rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        return rms_norm(x, self.weight.shape, self.weight, self.few_passes[1])
 
 
 class FewPasses(Replaced):
@@ -88,9 +83,11 @@ class FewPasses(Replaced):
     def forward(self, x: Tensor) -> Tensor:
         if not x.dtype == self.weight.dtype == torch.float32 or torch.is_autocast_enabled("cpu"):
             return super().forward(x)
+        offset, epsilon = self.few_passes
+        scale = offset + self.weight if offset else self.weight
         if torch.is_grad_enabled():
-            return RMSNormFunction.apply(x, self.scale, self.epsilon)
-        return (x * _reciprocal(x, self.epsilon)).mul_(self.scale)
+            return RMSNormFunction.apply(x, scale, epsilon)
+        return (x * _reciprocal(x, epsilon)).mul_(scale)
 
 
 def _reciprocal(x: Tensor, epsilon: float) -> Tensor:

@@ -279,7 +279,9 @@ def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:
         0, run[1:], (same & new_token).long()
     )
     others = new_token & both & ~same
-    share = stays[others].sum(0) / others.sum().clamp(min=1)  # [L]
+    alone = stays & others[:, None]
+    runs = (alone & ~alone.roll(1, 0)).sum(0)  # [L] a long one is a stale layer, so it counts once
+    share = runs / (others.sum() - alone.sum(0) + runs).clamp(min=1)
     bits = (-share.log2()).clamp(max=math.log2(math.perm(trace.num_experts, trace.top_k)))
     if int(changes.max()) >= max(MIN_STUCK_CHANGES, MIN_STUCK_BITS / max(float(bits.sum()), 1e-9)):
         rows = (run == changes.argmax()).nonzero()[:, 0]

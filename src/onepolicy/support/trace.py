@@ -162,7 +162,7 @@ class SupportTrace:
 
     def split(self) -> list[KeptSet]:
         """Return the set of every slot, as views where the trace is on a CPU."""
-        values = None if self.logp is None else self.logp.cpu().numpy()
+        values = None if self.logp is None else self.logp.detach().float().cpu().numpy()
         return _split(self.ids.cpu().numpy(), values, self.offsets[1:].tolist())
 
     def without_logp(self) -> SupportTrace:

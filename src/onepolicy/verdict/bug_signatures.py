@@ -72,6 +72,9 @@ class Diagnosis:
         """True if a bug was found."""
         return bool(self.findings)
 
+    def __str__(self) -> str:
+        return self.text()
+
     def text(self) -> str:
         """Return the diagnosis in words, with what was not looked for."""
         lines = [f"{found.cause}: {found.evidence}" for found in self.findings]

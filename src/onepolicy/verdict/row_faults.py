@@ -99,7 +99,13 @@ def typical_gaps(pairs: Pairs) -> tuple[Tensor, Tensor]:
     return out, judged
 
 
-def rows_that_carry_the_gap(pairs: Pairs) -> str | None:
+class MarkOfRows(str):
+    """A mark of a few rows, which may be those whose routes differ most."""
+
+    __slots__ = ()
+
+
+def rows_that_carry_the_gap(pairs: Pairs) -> MarkOfRows | None:
     """Return a mark if a few rows are far apart at most of their tokens and hold most of k3.
 
     The rows of a sound dump may differ in noise, so ranks of the tokens do not tell.
@@ -117,7 +123,7 @@ def rows_that_carry_the_gap(pairs: Pairs) -> str | None:
     size = torch.bincount(index, minlength=count)
     rest = number(float(k3[~far].sum() / size[~far].sum()))
     which = row_numbers(pairs.segment.unique_consecutive()[far])
-    return (
+    return MarkOfRows(
         f"{int(far.sum())} of {count} rows hold {held:.0%} of k3, which is {rest} nats a token in "
         f"the others: {which}, at least {FAR_ROW:g} times farther apart than the middle row. Were "
         "they sampled by other weights, or with another prompt (padding, attention mask)?"

@@ -79,13 +79,13 @@ async def check_transcript(transcript: Transcript, client: Client) -> Outcome:
     except LeftOut as reason:
         outcome = replace(outcome, why=client.hide(str(reason)), left_out=True)
     if sees_tree:
-        why = await _end(client)
+        why = await end_episode(client)
         if why and not outcome.check:
             outcome = replace(outcome, check="end", why=client.hide(why))
     return outcome
 
 
-async def _end(client: Client) -> str:
+async def end_episode(client: Client) -> str:
     """End the episode, of which the gateway then keeps nothing. Return why it does not end."""
     try:
         reply = await client.end()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 from onepolicy.config import UsageError
 from onepolicy.console import Console, make_table, print_status
-from onepolicy.gateway.conformance.checks import Outcome, check_transcript
+from onepolicy.gateway.conformance.checks import Outcome, check_transcript, end_episode
 from onepolicy.gateway.conformance.client import Client
 from onepolicy.gateway.conformance.transcripts import load_transcripts
 
@@ -17,6 +18,8 @@ SECONDS = 600
 """Of the whole kit."""
 OF_AN_ANSWER = 1 / 5
 """Share of them that one answer may take. A gateway that always hangs fails some transcripts."""
+LAST_SECONDS = 5
+"""For the end of the episode that is broken off."""
 UNSEEN = (
     "left out of all: trees, reasons, ids and log-probabilities, which this gateway does not show"
 )
@@ -68,6 +71,10 @@ async def check_gateway(
                 outcomes.append(await check_transcript(transcript, client))
         except TimeoutError:
             outcomes.append(Outcome(transcript, why=f"{over} in the middle of it", not_run=True))
+            if client.shows_trees:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_SECONDS):
+                        await end_episode(client)
     return outcomes
 
 
