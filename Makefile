@@ -137,7 +137,7 @@ train-agent-vllm: $(VENV)/.vllm $(AGENT) ## the same with vLLM as the engine
 zero: | $(GATEWAY)/.ready ## an unmodified agent program, and not one bit between what it sampled and what is trained
 	OMP_NUM_THREADS=1 $(GATEWAY)/bin/python benchmarks/zero/run.py
 
-zero-arms: | $(GATEWAY)/.ready ## after it: each protection off in bfloat16, its worth and the verdict that names it
+zero-arms: | $(GATEWAY)/.ready ## each of its protections off in bfloat16: what it is worth, and the verdict that names it
 	OMP_NUM_THREADS=1 $(GATEWAY)/bin/python benchmarks/zero/arms.py
 
 system: ## system programs that tests drive, installed as root or by sudo; else their tests skip

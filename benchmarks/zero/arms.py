@@ -1,13 +1,14 @@
 """`make zero-arms`: what each protection is worth in bfloat16, and who names its lack.
 
-    python benchmarks/zero/arms.py [--out runs/zero] [a.b=value ...]
+    python benchmarks/zero/arms.py [--out runs/zero-arms] [a.b=value ...]
 
-The policy and the program of run.py, after it. bfloat16 rollouts, float32 trainer, R3, top_p 0.95,
-weights that change between turns. Each step's conversations are scored with every protection, and
-then with one off at a time, as a trainer without it would score them. Each scoring is a dump, and
-the verdict on it is `onepolicy audit`'s. Three arms are this product's own switches: replay off, no
-supports, the newest weights for all tokens. Two are faults planted here: histories rendered from
-what the client sent, and recurrent layers that are not told where samples begin.
+The policy and the program of run.py. bfloat16 rollouts, float32
+trainer, R3, top_p 0.95, weights that change between turns. Each step's conversations are scored
+with every protection, and then with one off at a time, as a trainer without it would score them.
+Each scoring is a dump, and the verdict on it is `onepolicy audit`'s. Three arms are this product's
+own switches: replay off, no supports, the newest weights for all tokens. Two are faults planted
+here: histories rendered from what the client sent, and recurrent layers that are not told where
+samples begin.
 """
 
 from __future__ import annotations
@@ -172,8 +173,8 @@ def packed_forward(model: Any) -> Callable[[list[Tensor]], Tensor]:
     return forward
 
 
-def measure(folder: Path, made: Path, settings: Sequence[str]) -> list[dict[str, Any]]:
-    """Play a run into a new folder, and return a row for every arm. made: of `run.play`."""
+def measure(folder: Path, settings: Sequence[str]) -> list[dict[str, Any]]:
+    """Play a run into a new folder, and return a row for every arm."""
     hooks: list[Arms] = []
 
     def make(components: Components) -> Hook:
@@ -181,7 +182,7 @@ def measure(folder: Path, made: Path, settings: Sequence[str]) -> list[dict[str,
         return hooks[0]
 
     witness = Witness(folder)
-    play(folder, made, [*FAST, *settings], make, witness)
+    play(folder, [*FAST, *settings], make, witness)
     with one_sample():
         model = hooks[0].scorer.model
         packing = check_packing(model, packed_forward(model))
@@ -213,13 +214,14 @@ def judge(folder: Path, arm: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/zero"), help="of `make zero`")
+    parser.add_argument("--out", type=Path, default=Path("runs/zero-arms"))
     parser.add_argument("settings", nargs="*", help="of the run, a.b=value")
     options = parser.parse_args()
     prepare_process(1)
-    folder = options.out / "arms"
-    shutil.rmtree(folder, ignore_errors=True)
-    rows = measure(folder, options.out, options.settings)
+    folder = options.out
+    for old in ("run", *map(folder_of, (ALL, *OFF))):  # of an earlier call
+        shutil.rmtree(folder / old, ignore_errors=True)
+    rows = measure(folder, options.settings)
     (folder / "arms.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         said = row["verdict"].partition("\n")[0]

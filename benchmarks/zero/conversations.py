@@ -1,33 +1,51 @@
 """What the policy of `make zero` is warmed up on: the program's conversations, by a teacher.
 
 The teacher's turns go through the gateway's own history, so a prompt here is the prompt that the
-program's request becomes. The policy is `onepolicy make-policy` on these lines: the first prompt of
-a conversation, and all that follows. The held-out ones are single turns, which can be graded.
+program's request becomes. The policy learns every conversation from its first prompt on.
+
+    python benchmarks/zero/conversations.py FOLDER
+
+It is in the tree, benchmarks/zero/policy: another CPU rounds differently and makes another one.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
+from onepolicy.config.load import resolve_as
+from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs.multiturn.prompt_checks import ASCII
 from onepolicy.gateway.history import History
 from onepolicy.gateway.messages import Message, Request, Tool
 from onepolicy.gateway.rendering import Renderer
-from onepolicy.tiny.model import make_tokenizer
+from onepolicy.tiny import model as tiny
 from onepolicy.types import Completion
 
 HERE = Path(__file__).parent
 TEMPLATE = HERE / "template.jinja"
-HELD_OUT = 64
+WORDS = (
+    *("<tool ", "<system>", "<user>", "<tool>", "<bot>", "<call>", "</call>"),
+    *("<think>", "</think>", "title", "lead", "help", "sum", "ask", "add", "name", "arguments"),
+    *("input", ' {"', '": "', '", "', '": {"', '": ', ', "', '"}} ', "}} "),
+)
+"""Tokens beside the characters: the template's marks, and the parts of a call."""
 GUESSES = 0.1
 """Share of the helper's answers that are guessed without the tool: what training takes off."""
 TERMS = 8
-"""Numbers of a problem. Those of the warm-up have 4 to so many."""
+"""Digits of a problem, all different. Those of the warm-up have 3 to so many."""
+POLICY = (
+    *("recurrent=1", "layers=4", "hidden_size=64", "heads=2", "kv_heads=2", "head_dim=32"),
+    *("experts=8", "top_k=2", "expert_size=64", "max_len=768"),
+    *("mistakes=0", "steps=1000", "tokens_per_step=1024", "lr=3e-3"),
+)
+"""Two layers of the gated delta rule and two of attention, each with 2 of 8 experts a token."""
 Row = tuple[str, str]
 
 
@@ -78,13 +96,17 @@ def add(teacher: Teacher, question: str, rng: random.Random, guesses: float) -> 
 
 
 def play(teacher: Teacher, terms: Sequence[int], rng: random.Random, guesses: float) -> None:
-    """Play what program/agent.py does with a question."""
-    question = Message("user", "+".join(map(str, terms)))
+    """Play what program/agent.py does with a question.
+
+    The lead's thoughts are the digits that are left.
+    """
+    question = Message("user", "".join(map(str, terms)))
     teacher.turn([Message("system", "title"), question], None, "sum")
     total, items = str(terms[0]), [question]
-    for term in terms[1:]:
+    for done, term in enumerate(terms[1:], 1):
+        left = "".join(map(str, terms[done:]))
         asked = f"{total}+{term}"
-        text = f"<think>\n{asked}\n</think>\n" + written("ask", input=asked)
+        text = f"<think>\n{left}\n</think>\n" + written("ask", input=asked)
         called = teacher.turn([Message("system", "lead"), *shortened(items)], "ask", text)
         total = add(teacher, asked, rng, guesses)
         items += [called, Message("tool", total, call_id=called.calls[0].id)]
@@ -102,35 +124,49 @@ def draw_terms(rng: random.Random, count: int) -> list[int]:
     return rng.sample(range(1, 10), count)
 
 
-def episodes(count: int, guesses: float, seed: int = 0) -> Iterator[Teacher]:
-    """Play so many episodes."""
-    tokenizer = make_tokenizer(ASCII)
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the policy's tokenizer, with its chat template."""
+    tokenizer = tiny.make_tokenizer(ASCII, WORDS)
     tokenizer.chat_template = TEMPLATE.read_text(encoding="utf-8")
-    renderer, rng = Renderer(tokenizer), random.Random(seed)
-    for _ in range(count):
+    return tokenizer
+
+
+def episodes(guesses: float, seed: int = 0) -> Iterator[Teacher]:
+    """Play episodes without end."""
+    renderer, rng = Renderer(make_tokenizer()), random.Random(seed)
+    while True:
         teacher = Teacher(renderer)
-        play(teacher, draw_terms(rng, rng.randint(4, TERMS)), rng, guesses)
+        play(teacher, draw_terms(rng, rng.randint(3, TERMS)), rng, guesses)
         yield teacher
 
 
-def write_conversations(path: Path, count: int) -> None:
-    """Write the conversations of `count` episodes for make-policy; the last HELD_OUT are graded."""
-    rows = [row for each in episodes(count, GUESSES) for row in each.conversations()]
-    prompts, held_out = {prompt for prompt, _ in rows}, []
-    for teacher in episodes(HELD_OUT, 0.0, seed=1):
-        held_out += [(prompt, text) for prompt, text in teacher.turns if prompt not in prompts]
-    held_out = list(dict(held_out).items())[:HELD_OUT]
-    _write(path, [*rows, *held_out])
+def make_policy(path: Path) -> None:
+    """Make a tiny hybrid that is warmed up on the conversations."""
+    config = resolve_as(PolicyConfig, {}, POLICY)
+    torch.set_num_threads(config.threads)
+    tokenizer = make_tokenizer()
+    model = tiny.make_model(config, len(tokenizer))
+    rows = (row for each in episodes(GUESSES, config.seed) for row in each.conversations())
+    tiny.warm_up(model, tokenizer, lambda _: rows, config, progress=_say)
+    tiny.save_policy(model, tokenizer, config, path)
 
 
-def write_problems(path: Path, count: int) -> None:
-    """Write sums of TERMS numbers."""
+def _say(step: int, loss: float, accuracy: float) -> None:
+    if step % 100 == 0:
+        print(f"warm-up, step {step}: loss {loss:.3f}, right {accuracy:.1%}", flush=True)
+
+
+def write_problems(path: Path, count: int, digits: int = TERMS) -> None:
+    """Write different problems of so many digits."""
     rng = random.Random(2)
-    drawn = [draw_terms(rng, TERMS) for _ in range(count)]
-    _write(path, [("+".join(map(str, terms)), str(sum(terms))) for terms in drawn])
-
-
-def _write(path: Path, rows: Sequence[Row]) -> None:
+    drawn: dict[tuple[int, ...], None] = {}
+    while len(drawn) < count:
+        drawn[tuple(draw_terms(rng, digits))] = None
+    rows = [("".join(map(str, terms)), str(sum(terms))) for terms in drawn]
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    make_policy(Path(sys.argv[1]))

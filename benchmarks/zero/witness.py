@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -22,6 +22,7 @@ from onepolicy.gateway.turns import Reason
 from onepolicy.notation import counted
 from onepolicy.record.export import write_step
 from onepolicy.run.step import Hook, StepResult, StepTimer
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 
 PROMPT = -1
@@ -37,6 +38,16 @@ class Turn:
     routes: int = 0  # (token, layer) pairs with experts on both sides
     routes_differing: int = 0
     outside: int = 0  # sampled tokens that are not in their own support
+    newest: int = 0  # values that would differ under the newest weights, as a control
+
+
+def total_of(turns: Iterable[Turn]) -> Turn:
+    """Return the sums of the turns' counts."""
+    found = Turn()
+    for turn in turns:
+        for name in vars(found):
+            setattr(found, name, getattr(found, name) + getattr(turn, name))
+    return found
 
 
 @dataclass
@@ -55,11 +66,7 @@ class Counts:
 
     @property
     def total(self) -> Turn:
-        found = Turn()
-        for turn in self.turns.values():
-            for name in vars(found):
-                setattr(found, name, getattr(found, name) + getattr(turn, name))
-        return found
+        return total_of(self.turns.values())
 
     @property
     def is_zero(self) -> bool:
@@ -95,6 +102,7 @@ class Counts:
                 + " ".join(f"{reward:.2f}" for reward in self.rewards),
                 f"{len(set(self.weights))} different weights sampled; {older:,} tokens are "
                 f"older than the update they are in, {spanning} span an update",
+                f"under the newest weights {total.newest:,} log-probabilities would differ",
                 f"{routes} choices of experts differ; {total.outside:,} tokens are outside the "
                 f"{size:.2f} that top_p left on average",
             ]
@@ -104,19 +112,24 @@ class Counts:
         turns = {number: vars(turn) for number, turn in sorted(self.turns.items())}
         return vars(self) | {"turns": turns}
 
-    def add(self, own: TokenBatch, step: int) -> None:
-        """Count a batch that was scored under the weights which sampled its tokens."""
+    def add(self, own: TokenBatch, newest: Tensor, step: int) -> None:
+        """Count a batch that was scored under the weights which sampled its tokens.
+
+        newest: [T] float32, log-probabilities under the weights of now.
+        """
         assert own.logp_old is not None
         assert own.support is not None
         mask, turns = own.trainable, own.turn.masked_fill(~own.trainable, PROMPT)
         wrong = mask & (own.logp_old != own.logp_rollout)
         outside = mask & ~own.support.contains(own.target_ids)
+        moved = mask & (newest != own.logp_rollout)
         routes, differing = _compare_routes(own)
         for number in turns.unique().tolist():
             turn, of = self.turns.setdefault(number, Turn()), turns == number
             turn.tokens += int((mask & of).sum())
             turn.values += int((wrong & of).sum())
             turn.outside += int((outside & of).sum())
+            turn.newest += int((moved & of).sum())
             turn.routes += int(routes[of].sum())
             turn.routes_differing += int(differing[of].sum())
         versions = own.version[mask]
@@ -151,18 +164,18 @@ class Witness(Hook):
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.counts = folder, Counts()
-        self.model: nn.Module | None = None
+        self.scorer: PolicyScorer | None = None
 
     def watching(self, components: Components) -> Witness:
         """Begin a run. Return this hook."""
-        self.model = components.learner.model  # type: ignore[attr-defined]
+        self.scorer = components.learner.scorer  # type: ignore[attr-defined]
         return self
 
     def before_update(self, result: StepResult, step: int, timer: StepTimer) -> None:
         assert result.own is not None, "numerics = on-policy with rollout.max_staleness"
-        assert self.model is not None
-        self.counts.weights.append(digest(self.model))
-        self.counts.add(result.own, step)
+        assert self.scorer is not None
+        self.counts.weights.append(digest(self.scorer.model))
+        self.counts.add(result.own, self._under_newest(result.own), step)
         samples = [sample for group in result.groups for sample in group.samples]
         ends = {(i, s.episode): s.reward for i, g in enumerate(result.groups) for s in g.samples}
         self.counts.rewards.append(sum(ends.values()) / len(ends))
@@ -170,6 +183,19 @@ class Witness(Hook):
         for row, sample in zip(rows, samples, strict=True):
             row["reward"] = sample.reward
         write_step(self.folder, step, rows)
+
+    def _under_newest(self, own: TokenBatch) -> Tensor:
+        """Return [T] float32, log-probabilities of all tokens under the weights of now."""
+        assert self.scorer is not None
+        assert own.logp_old is not None
+        newest = own.logp_old.clone()
+        older = own.trainable & (own.version != self.scorer.version)
+        samples = own.segment[older].unique().tolist()
+        if samples:
+            scored = self.scorer.score_unchecked(own.select(samples), replay=False).logp_old
+            assert scored is not None
+            newest[own.slots_of(samples)] = scored
+        return newest
 
     def counting(self, count: Callable[..., None]) -> Callable[..., None]:
         """Return `Programs._count` that counts the requests of every program that ends too."""

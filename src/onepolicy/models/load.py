@@ -124,13 +124,10 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     with foreign_files("the tokenizer", model, limited=False):
         try_tokenizers(model.path)
     with foreign_files("the tokenizer", model):
-        if _is_word_list(Path(model.path)):
-            # AutoTokenizer gives every Qwen3.5 its family's rules in place of the file's.
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(model.path)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(
-                model.path, trust_remote_code=model.trust_remote_code
-            )
+        kind: Any = AutoTokenizer
+        if _is_word_list(Path(model.path)):  # Qwen3.5's own rules would replace the file's
+            kind = PreTrainedTokenizerFast
+        tokenizer = kind.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     vocabulary = tokenizer.get_vocab()
     # Without a file, transformers builds a tokenizer of added tokens only.
     if vocabulary.keys() <= tokenizer.get_added_vocab().keys():

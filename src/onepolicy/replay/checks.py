@@ -265,8 +265,8 @@ def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:
 
     Such rows were not captured: a padded batch, a stale buffer. Equal tokens may have equal routes,
     because a run of one token converges to one hidden state. Where all rows are the same, every
-    router may have collapsed, which `alignment.check_captured` finds out. A layer whose experts
-    often stay while those of another change has a router that may: its repetitions say as little.
+    router may have collapsed, which `alignment.check_captured` finds out. Repetitions of a layer
+    whose experts often stay while those of another change say little.
     """
     words, both = row_words(trace.ids), trace.valid[1:] & trace.valid[:-1]
     stays = (words[1:] == words[:-1]).all(-1) & both[:, None]  # [T - 1, L]
@@ -275,11 +275,8 @@ def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:
         return
     run = torch.cat([torch.zeros(1, dtype=torch.int64), (~same).cumsum(0)])  # [T] number of the run
     new_token = tokens[1:] != tokens[:-1]
-    changes = torch.zeros(len(words), dtype=torch.int64).index_add(
-        0, run[1:], (same & new_token).long()
-    )
-    others = new_token & both & ~same
-    alone = stays & others[:, None]
+    changes = torch.bincount(run[1:][same & new_token], minlength=len(words))
+    alone = stays & (others := new_token & both & ~same)[:, None]
     runs = (alone & ~alone.roll(1, 0)).sum(0)  # [L] a long one is a stale layer, so it counts once
     share = runs / (others.sum() - alone.sum(0) + runs).clamp(min=1)
     bits = (-share.log2()).clamp(max=math.log2(math.perm(trace.num_experts, trace.top_k)))

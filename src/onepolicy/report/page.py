@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,12 +109,25 @@ class Excerpt:
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """A picture in SVG, which has both themes itself, and its description."""
+
+    svg: str
+    description: str
+
+    @property
+    def address(self) -> str:
+        """Return the picture as an address, so that its styles are its own."""
+        return f"data:image/svg+xml;base64,{b64encode(self.svg.encode()).decode()}"
+
+
+@dataclass(frozen=True)
 class Section:
     """A heading, a question and its answers; a folded one is opened by a click."""
 
     title: str
     lead: str
-    items: Sequence[Figure | Absent | Table | Excerpt]
+    items: Sequence[Figure | Absent | Table | Excerpt | Drawing]
     folded: bool = False
 
 
@@ -175,7 +189,7 @@ def _template(name: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for kind in (Figure, Absent, Table, Excerpt):
+    for kind in (Figure, Absent, Table, Excerpt, Drawing):
         jinja.tests[kind.__name__.lower()] = lambda item, kind=kind: isinstance(item, kind)
     return jinja.get_template(name)
 

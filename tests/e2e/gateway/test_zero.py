@@ -18,12 +18,12 @@ from zero.witness import Witness
 from onepolicy.config import ProgramTask
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.envs import make_task
-from onepolicy.envs.multiturn.prompt_checks import ASCII
 from onepolicy.gateway.program_task import Programs
+from onepolicy.gateway.rendering import Renderer
 from onepolicy.interfaces import Problem
 from onepolicy.rollout.collect import play_episode
 from onepolicy.run.hooks import OwnWeights
-from onepolicy.tiny.model import make_model, make_tokenizer, save_policy
+from onepolicy.tiny.model import make_model, save_policy
 from onepolicy.types import Sampling
 from support.paths import ROOT
 from support.recording_engine import RecordingEngine
@@ -41,18 +41,17 @@ SMALLER = (
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Write problems, and a small hybrid with random weights. Return their folder."""
-    folder = tmp_path_factory.mktemp("zero")
-    conversations.write_problems(folder / "problems.jsonl", 8)
+    """Make a small hybrid with random weights. Return the settings of a small run."""
+    path = tmp_path_factory.mktemp("zero") / "policy"
     config = PolicyConfig(**(SMALL.model_dump() | {"recurrent": 3, "layers": 4, "max_len": 768}))
-    tokenizer = make_tokenizer(ASCII)
-    save_policy(make_model(config, len(tokenizer)).eval(), tokenizer, config, folder / "policy")
-    return folder
+    tokenizer = conversations.make_tokenizer()
+    save_policy(make_model(config, len(tokenizer)).eval(), tokenizer, config, path)
+    return (*SMALLER, f"model.path={path}")
 
 
 def test_every_token_of_a_program_has_the_bits_that_are_trained(made, tmp_path):
     witness = Witness(tmp_path / "rows")
-    run.play(tmp_path, made, SMALLER, witness.watching, witness)
+    run.play(tmp_path, made, witness.watching, witness)
     counts = witness.counts
     assert counts.is_zero
     total = counts.total
@@ -63,6 +62,7 @@ def test_every_token_of_a_program_has_the_bits_that_are_trained(made, tmp_path):
     assert len(counts.by_version) > 1
     assert len(set(counts.weights)) == 3
     assert total.routes > 0
+    assert 0 < total.newest < total.tokens  # the weights moved, so their zero says something
     assert json.loads(json.dumps(counts.as_json()))["turns"]["0"]["tokens"] > 0
     assert picture.write_pages(tmp_path, counts).exists()
     assert "equal" in (tmp_path / "report.html").read_text()
@@ -82,12 +82,12 @@ def test_a_bit_that_differs_stops_the_run(made, tmp_path, monkeypatch):
     monkeypatch.setattr(OwnWeights, "score", wrong)
     witness = Witness(tmp_path / "rows")
     with pytest.raises(Exception, match=r"1 of .* log-probabilities differ"):
-        run.play(tmp_path, made, SMALLER, witness.watching, witness)
+        run.play(tmp_path, made, witness.watching, witness)
 
 
 def test_a_protection_that_is_off_is_a_gap(made, tmp_path):
     """In bfloat16, on few tokens of random weights, that of most is plain."""
-    rows = {row["arm"]: row for row in measure(tmp_path, made, SMALLER)}
+    rows = {row["arm"]: row for row in measure(tmp_path, made)}
     assert list(rows) == [ALL, *OFF]
     whole = rows[ALL]["k3"]
     assert 0 < whole < 1e-5
@@ -98,12 +98,27 @@ def test_a_protection_that_is_off_is_a_gap(made, tmp_path):
     assert "linear_attn" in rows["reset of recurrent states"]["also"]
 
 
-def test_the_teacher_writes_what_the_program_asks():
-    """openai-agents plays a whole episode; each prompt is that of the warm-up, to the token."""
-    tokenizer = make_tokenizer(ASCII)
+def test_the_teacher_writes_what_the_programs_ask(subtests):
+    """Each program plays a whole episode; each prompt is that of the warm-up, to the token.
+
+    plain.py asks for no title.
+    """
+    renderer = Renderer(conversations.make_tokenizer())
+    teacher = conversations.Teacher(renderer)
+    conversations.play(teacher, [7, 1, 3, 5], random.Random(0), guesses=0.0)
+    for name, turns in (("agent", teacher.turns), ("plain", teacher.turns[1:])):
+        with subtests.test(name):
+            asked, samples = prompts_of(f"{name}.py", [text for _, text in turns])
+            assert asked == [prompt for prompt, _ in turns]
+            assert len(samples) == 6  # the lead's path, a compaction each, and three of the helper
+
+
+def prompts_of(program, turns):
+    """Return the prompts of a program that is answered so, and the samples of its episode."""
+    tokenizer = conversations.make_tokenizer()
     config = ProgramTask(
         problems={"kind": "gym", "name": "products"},
-        command=[sys.executable, "/program/agent.py", "{prompt}"],
+        command=[sys.executable, f"/program/{program}", "{prompt}"],
         folder=str(run.HERE / "program"),
         template=str(conversations.TEMPLATE),
         env={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
@@ -111,20 +126,16 @@ def test_the_teacher_writes_what_the_program_asks():
     )
     programs = Programs(config, make_task(config.problems), tokenizer, max_len=768)
     programs.check(max_tokens=110, max_len=768)
-    teacher = conversations.Teacher(programs.renderer)
-    conversations.play(teacher, [7, 1, 3, 5], random.Random(0), guesses=0.0)
-    engine = RecordingEngine(tokenizer, [text for _, text in teacher.turns])
+    engine = RecordingEngine(tokenizer, turns)
     sampling = Sampling(1.0, 110, top_p=0.95, support=True)
-    problem = Problem(0, "7+1+3+5", "16")
+    problem = Problem(0, "7135", "16")
     samples = asyncio.run(play_episode(engine, programs, problem, sampling, lambda turn: turn))
-    asked = [tokenizer.decode(tokens) for tokens, _, _ in engine.requests]
-    assert asked == [prompt for prompt, _ in teacher.turns]
-    assert len(samples) == 6  # the lead's path, a compaction each, and three of the helper
+    return [tokenizer.decode(tokens) for tokens, _, _ in engine.requests], samples
 
 
 def test_a_history_without_thoughts_is_the_one_that_the_client_sent():
     """Planted in the arm of exact ids: the tokens of a rendering, with each token's own values."""
-    teacher = next(conversations.episodes(1, 0.0))
+    teacher = next(conversations.episodes(0.0))
     sample = teacher.history.to_samples(reward=1.0, temperature=1.0)[0]
     decode = teacher.tokenizer.decode
     numbered = torch.arange(len(sample.tokens) - 1, dtype=torch.int32)
