@@ -276,9 +276,9 @@ def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:
     run = torch.cat([torch.zeros(1, dtype=torch.int64), (~same).cumsum(0)])  # [T] number of the run
     new_token = tokens[1:] != tokens[:-1]
     changes = torch.bincount(run[1:][same & new_token], minlength=len(words))
-    alone = stays & (others := new_token & both & ~same)[:, None]
+    alone = stays & (new_token & ~same)[:, None]
     runs = (alone & ~alone.roll(1, 0)).sum(0)  # [L] a long one is a stale layer, so it counts once
-    share = runs / (others.sum() - alone.sum(0) + runs).clamp(min=1)
+    share = runs / ((new_token & both & ~same).sum() - alone.sum(0) + runs).clamp(min=1)
     bits = (-share.log2()).clamp(max=math.log2(math.perm(trace.num_experts, trace.top_k)))
     if int(changes.max()) >= max(MIN_STUCK_CHANGES, MIN_STUCK_BITS / max(float(bits.sum()), 1e-9)):
         rows = (run == changes.argmax()).nonzero()[:, 0]

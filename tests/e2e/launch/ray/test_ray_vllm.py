@@ -50,7 +50,7 @@ def answers(monkeypatch):
 
     async def load_and_ask(self, weights, version):
         await load(self, weights, version)
-        found[version] = {engine.name: await answers_of(engine) for engine in self._engines}
+        found[version] = {each.name: await answers_of(each.engine) for each in self._members}
 
     monkeypatch.setattr(Replicas, "load_weights", load_and_ask)
     return found
