@@ -142,7 +142,8 @@ def _tiny_policy() -> Path:
     folder = cached_policy_path(PolicyConfig())
     if not folder.is_dir():
         raise UsageError(
-            "model.path: the tiny policy has not been made yet; run `onepolicy make-policy` once"
+            "model.path: the tiny policy has not been made yet; run `onepolicy make-policy` once, "
+            "without settings (a policy of other settings is given by its folder)"
         )
     return folder
 

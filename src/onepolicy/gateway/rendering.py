@@ -114,7 +114,7 @@ class Renderer:
         if tokenizer.chat_template is None:
             raise UsageError(
                 "model.path: its tokenizer has no chat template, which the gateway writes messages "
-                "by; use a model with one"
+                "by; give one by --template FILE, or use a model with one"
             )
         self.tokenizer = tokenizer
         self.calls: CallFormat | None = None
