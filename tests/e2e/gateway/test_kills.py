@@ -111,6 +111,12 @@ class Machine:
             "-m", "support.fake_vllm_process", *words, log=self.folder / "engine.log"
         )
 
+    def engine_listens(self):
+        """A gateway gives up soon if its engine is not there."""
+        assert self.engine.is_alive()
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self.engine_port)) == 0
+
     async def start_gateway(self):
         out, self.port = self.folder / f"out{len(self.folders)}", free_port()
         engine = f"vllm-server:http://127.0.0.1:{self.engine_port}"
@@ -208,6 +214,7 @@ async def kill_all(machine):
         return sum(map(len, machine.told.values()))
 
     machine.start_engine()
+    await until(machine.engine_listens)
     await machine.start_gateway()
     playing = asyncio.ensure_future(machine.play_all(names, killed))
     await until(lambda: answers() > EPISODES)
