@@ -74,7 +74,12 @@ class Process:
     """A process of this test, which is killed and not asked to end."""
 
     def __init__(self, *words, log):
-        environment = os.environ | {"KIT_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+        environment = os.environ | {
+            "KIT_SECRET": SECRET,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path,
+        }
         with log.open("ab") as file:
             self.running = subprocess.Popen(
                 [sys.executable, *map(str, words)], stdout=file, stderr=file, env=environment
