@@ -114,3 +114,10 @@ def test_ids_of_a_set_that_do_not_ascend_are_named(ids, words):
     with pytest.raises(UsageError, match=f"{words} in the set of slot 2"):
         trace.check_values(8)
     SupportTrace(torch.tensor([2, 7, 3]).int(), torch.tensor([0, 2, 2, 3])).check_values(8)
+
+
+def test_values_of_any_kind_are_split():
+    ids, ends = torch.tensor([3, 5, 1]).int(), torch.tensor([0, 2, 3])
+    logp = torch.tensor([-0.5, -1.0, 0.0], dtype=torch.bfloat16, requires_grad=True)
+    sets = SupportTrace(ids, ends, logp).split()
+    assert [each.logp.tolist() for each in sets] == [[-0.5, -1.0], [0.0]]

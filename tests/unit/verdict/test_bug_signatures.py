@@ -163,6 +163,7 @@ def test_one_token_shift(seed: int) -> None:
 
 def raw_is_first(found) -> bool:
     text = found.text()
+    assert str(found) == text
     return text.index("log-probabilities are raw") < text.index("engine's temperature is about")
 
 
