@@ -111,10 +111,11 @@ def approved(url):
 def assert_right(out, ahead=0):
     """Check that the run is whole and that every token was sampled from the learner's weights.
     float32 on both sides leaves only rounding; weights of an earlier step differ by 1e-5 and more.
+    A sample that spans an update does too: vLLM keeps the keys and values of the older weights.
     """
     assert_complete(out, 12)
     name = "mismatch/k3_staleness@0" if ahead else "mismatch/k3"
-    found = [row[name] for row in rows(out) if not ahead or name in row]
+    found = [row[name] for row in rows(out) if name in row and not row.get("staleness/spanning")]
     assert found
     assert max(found) < 1e-6
     assert all(row["replay/missing_samples"] == row["replay/native_rows"] == 0 for row in rows(out))
@@ -183,7 +184,8 @@ def test_a_server_is_killed_and_restarted(begin, server, ahead):
     """The server comes back on its port with its initial weights. The run sends it the current
     weights and samples the batch again, or the episodes of every step in play. No request reaches
     the server before it has its weights."""
-    more = [f"rollout.max_staleness={ahead}"] * bool(ahead)
+    # what two updates of this learning rate change is more than `min_agreement` allows by default
+    more = [f"rollout.max_staleness={ahead}", "replay.min_agreement=0.5"] if ahead else []
     run, out = begin(server.url, f"recovery_timeout_s={LONG}", more=more)
     server.kill()
     fault = Fault(out)
