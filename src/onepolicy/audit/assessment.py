@@ -124,18 +124,25 @@ def assess(
     if not framework and accumulated.framework in frameworks():
         framework = accumulated.framework
     if any(cause in RAW_OR_PROCESSED for cause in reached.causes):
-        notes.append(_processed_note(framework))
+        notes.append(_processed_note(framework, temperature="temperature" in reached.causes))
     return AuditResult(
         label, accumulated, reached, tuple(notes), tuple(not_checked), onset, framework
     )
 
 
-def _processed_note(framework: str) -> str:
-    """Return how an engine returns processed log-probabilities, as the trainer's users set it."""
+def _processed_note(framework: str, *, temperature: bool) -> str:
+    """Return which side to mend. The engine's setting is said as the trainer's users know it."""
     setting = frameworks().get(framework, {}).get("processed")
+    engine = f"if the engine is vLLM, {PROCESSED_IN_VLLM}"
     if setting:
-        return f"With {setting} the engine returns processed log-probabilities."
-    return f"If the engine is vLLM: {PROCESSED_IN_VLLM}."
+        engine = f"with {setting} the engine returns processed log-probabilities"
+    trainer = ""
+    if temperature:
+        trainer = (
+            "Divide the trainer's logits by the sampling temperature. If it does that already: "
+        )
+    note = f"{trainer}{engine}."
+    return note[0].upper() + note[1:]
 
 
 def _aged(declared: Declared, accumulated: DumpAccumulator) -> Declared:

@@ -15,7 +15,9 @@ from onepolicy.config.output_paths import check_output_folder
 from onepolicy.config.presets import framework_names
 from onepolicy.console import Console, print_status
 from onepolicy.nonfinite import Nonfinite
-from onepolicy.verdict.declared import Format
+from onepolicy.verdict.declared import Action, Format
+
+FAILURES = tuple(action for action in get_args(Action) if action != "nothing")
 
 
 def add_audit(commands: Commands) -> None:
@@ -85,6 +87,14 @@ def add_audit(commands: Commands) -> None:
         help="audit the dumps of the conformance kit and compare with its expected verdicts; "
         "docs/audit.md",
     )
+    audit.add_argument(
+        "--fail-on",
+        action="append",
+        default=[],
+        choices=FAILURES,
+        help="end with exit status 1 if the verdict on a dump is this one (repeatable), as a "
+        "training pipeline's check",
+    )
     _add_limits(audit)
 
 
@@ -143,7 +153,7 @@ def run_audit(arguments: argparse.Namespace) -> int:
 
     columns = schema.parse_columns(arguments.columns)
     named = [arguments.framework, *(each for each in arguments.columns if "=" not in each)]
-    run.run_audit(
+    results = run.run_audit(
         paths,
         columns,
         arguments.out,
@@ -154,17 +164,17 @@ def run_audit(arguments: argparse.Namespace) -> int:
         limits=read.ReadLimits(arguments.memory_limit, arguments.time_limit),
         framework=next(filter(None, named), ""),
     )
-    return 0
+    return int(any(result.verdict.action in arguments.fail_on for result in results))
 
 
 def _check_kit(arguments: argparse.Namespace) -> int:
     """Print each dump's expected and found verdict. Return 1 if any differs."""
     given = [arguments.dump, arguments.out, arguments.columns, arguments.png, arguments.format]
-    given += [arguments.memory_limit, arguments.time_limit, arguments.framework]
+    given += [arguments.memory_limit, arguments.time_limit, arguments.framework, arguments.fail_on]
     if any(given) or arguments.nonfinite != "skip":
         raise UsageError(
-            "--conformance: takes no dump, --columns, --from, --format, --nonfinite, --out, --png "
-            "or limits beside it"
+            "--conformance: takes no dump, --columns, --from, --format, --nonfinite, --fail-on, "
+            "--out, --png or limits beside it"
         )
     print_status(f"auditing the dumps of {arguments.conformance}")
     from onepolicy.audit import conformance

@@ -28,10 +28,11 @@ from onepolicy.report.page import Excerpt, Page, Section, write_page
 from onepolicy.report.run import Run, Tree, load_run
 from onepolicy.report.run_summary import (
     NOT_PARTS,
-    accuracy,
     card,
     comparison_table,
     cut_by,
+    goes,
+    held_out,
     k3_of,
     too_small,
     unlearnt,
@@ -143,15 +144,15 @@ def reward(run: Run) -> Figure | Absent:
     for name, symbol in zip(scores, EVAL_SYMBOLS, strict=False):
         style = LineStyle(NEUTRAL.color, "dot", symbol, "")
         series.append(curve(run, name, name.replace("eval/", "evaluation, "), style))
-    held_out = "no evaluation was run (eval.every = 0)."
+    said = "no evaluation was run (eval.every = 0)."
     if scores:
-        held_out = "evaluation uses held-out problems."
-    note = f"Training reward is sampled at the training temperature; {held_out}"
+        said = "evaluation uses held-out problems."
+    note = f"Training reward is sampled at the training temperature; {said}"
     title, idle = f"Reward {course(values)}", unlearnt(run.summary)
     crash = run.summary.get("crash_step")
-    if run.summary.get("score") in scores:
-        judged = run.summary["score"]
-        title += f"; {accuracy(judged)} {course(run.points(judged)[1])}"
+    evaluated = held_out(run.summary)
+    if evaluated is not None and run.summary.get("score") in scores:
+        title += f"; {goes(*evaluated)}"
     if idle is not None:
         title = f"Reward: {idle.learnt} was learnt from it"
     marks = [] if crash is None else [(crash, "crash")]

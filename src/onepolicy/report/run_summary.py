@@ -117,12 +117,20 @@ def _sampled(summary: Tree) -> tuple[float, float] | None:
 
 def _course(summary: Tree) -> tuple[str, float, float] | None:
     """Return name, first and last value of the evaluations; of the rewards if there are none."""
-    first, last = summary.get("eval_first"), summary.get("eval_last")
-    if first is not None and last is not None and first["step"] < last["step"]:
-        return accuracy(summary.get("score")), first["value"], last["value"]
+    evaluated = held_out(summary)
+    if evaluated is not None:
+        return evaluated
     if summary.get("reward_first") is None or summary.get("reward_last") is None:
         return None
     return "reward", summary["reward_first"], summary["reward_last"]
+
+
+def held_out(summary: Tree) -> tuple[str, float, float] | None:
+    """Return name, first and last value of the score; None if it was not evaluated twice."""
+    first, last = summary.get("eval_first"), summary.get("eval_last")
+    if first is None or last is None or first["step"] >= last["step"]:
+        return None
+    return accuracy(summary.get("score")), first["value"], last["value"]
 
 
 def _gap(summary: Tree) -> str:
@@ -226,6 +234,13 @@ def moved(first: float, last: float) -> str:
     if last > first:
         verb = "rose"
     return f"{verb} from {' to '.join(ends(first, last))}"
+
+
+def goes(name: str, first: float, last: float) -> str:
+    """Return a figure's words for what `moved` says of a finished run."""
+    if hardly_differs(first, last):
+        return f"{name} stays near {number(last)}"
+    return f"{name} goes from {' to '.join(ends(first, last))}"
 
 
 @dataclass(frozen=True)

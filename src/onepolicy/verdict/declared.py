@@ -1,6 +1,7 @@
 """Declarations about the two sides: number formats, age, and a gap that is made on purpose.
 
-They say how large a sound gap may be. The command line reads the formats without torch.
+They say how large a sound gap may be. The command line reads the formats, and what a verdict may
+advise, without torch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 from onepolicy.notation import number
 
+Action = Literal["nothing", "replay", "correct", "bug", "unclear"]
 Format = Literal["float32", "bfloat16", "float16", "fp8", "int8", "4bit"]
 """The coarsest number format of either side's weights or arithmetic."""
 CEILINGS: dict[Format, float] = {

@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from onepolicy.correct.predict import NOMINAL_KL, predict
 from onepolicy.correct.presets import preset
 from onepolicy.notation import counted, number, with_error
 from onepolicy.record.statistics import NO_TOKEN, Mean, Statistics
 from onepolicy.verdict.bug_signatures import Diagnosis
-from onepolicy.verdict.declared import HARMLESS_KL, TOO_FAR, UNDECLARED, Declared
+from onepolicy.verdict.declared import HARMLESS_KL, TOO_FAR, UNDECLARED, Action, Declared
 from onepolicy.verdict.scored_tokens import FEWEST
 
-Action = Literal["nothing", "replay", "correct", "bug", "unclear"]
 QUIET_KL = NOMINAL_KL
 """k3 below which a gap needs nothing, if F(2) is below QUIET_F2 too."""
 QUIET_F2 = 1e-3

@@ -36,6 +36,15 @@ def test_every_dump_conforms():
     assert {"nothing", "correct", "unclear", "refused"} <= found
 
 
+def test_a_pipeline_ends_at_the_verdicts_that_it_names(capsys):
+    hot, sound = str(KIT / "temperature.parquet"), str(KIT / "clean_small.parquet")
+    assert main(["audit", hot, "--fail-on", "correct"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Divide the trainer's logits by the sampling temperature. If it does that" in said
+    assert main(["audit", hot, sound, "--fail-on", "unclear", "--fail-on", "bug"]) == 1
+    assert main(["audit", sound, "--fail-on", "bug"]) == 0
+
+
 def test_expectations_in_a_pipe_are_refused(tmp_path):
     os.mkfifo(tmp_path / EXPECTED)
     with pytest.raises(UsageError, match="is a folder, a device or a pipe"):

@@ -12,6 +12,9 @@ from onepolicy.report.run_summary import (
     card,
     comparison_table,
     describe_overlap,
+    goes,
+    held_out,
+    moved,
     outcome,
     time_shares,
 )
@@ -98,6 +101,22 @@ def test_a_reward_that_moves_as_single_steps_do_is_no_learning(error, learnt):
     assert (said in outcome(rewards)) is not learnt
     assert ("The policy learnt" in outcome(rewards)) is learnt
     assert "The policy learnt: greedy" in outcome(SUMMARY | {"reward_error": error})
+
+
+def test_a_figure_goes_where_the_outcome_says_it_moved():
+    """A share that falls by a twentieth is told as that in both places."""
+    ways = [
+        ((0.5, 0.92), "goes from 0.50 to 0.92", "rose"),
+        ((0.9, 0.85), "goes from 0.90 to 0.85", "fell"),
+        ((0.9, 0.89), "stays near 0.89", "stayed near"),
+    ]
+    for (first, last), words, verb in ways:
+        given = {"eval_first": {"step": 0, "value": first}, "eval_last": {"step": 9, "value": last}}
+        judged = held_out(SUMMARY | given)
+        assert judged == ("greedy held-out accuracy", first, last)
+        assert goes(*judged) == f"greedy held-out accuracy {words}"
+        assert verb in moved(first, last)
+    assert held_out(SUMMARY | {"eval_first": SUMMARY["eval_last"]}) is None
 
 
 def test_columns_without_a_value_fold_away():
