@@ -10,9 +10,16 @@ from typing import Any
 from onepolicy.config import CorrectionConfig
 from onepolicy.integrations.core.advantages import needs_whole_step
 from onepolicy.integrations.core.preflight import Preflight
-from onepolicy.integrations.core.sampling import LISTED, Sampled, check_sampling, settings_of
+from onepolicy.integrations.core.sampling import (
+    LISTED,
+    Sampled,
+    check_sampling,
+    cuts,
+    settings_of,
+)
 from onepolicy.integrations.trl.correction import has_one_weight_a_sequence
 from onepolicy.integrations.trl.settings import TrlSettings
+from onepolicy.integrations.trl.supports import why_not
 from onepolicy.integrations.trl.vllm_routes import returns_routes
 
 METHODS = (
@@ -48,15 +55,22 @@ def check_trainer(trainer: Any, settings: TrlSettings) -> Preflight:
         _check_engine(trainer, report)
     if settings.correction is not None:
         _check_correction(trainer, settings, settings.correction, report)
+    no_supports = why_not(trainer)
     check_sampling(
         report,
         sampling_of(trainer),
         settings.correction,
         scored_at=getattr(trainer, "temperature", None),
         recorded=samples_itself(trainer),
-        no_supports="TRL takes no tokens that they leave from its engines",
+        over_supports=not no_supports,
+        no_supports=no_supports,
         leave_out="`correction`",
     )
+    if scores_over_supports(trainer):
+        report.note(
+            "top_p, top_k and min_p cut the sampling: TRL's softmax is over the tokens that they "
+            "left, in scoring, training and for the reference model"
+        )
     _check_scoring(trainer, settings, report)
     report.finish()
     return report
@@ -278,6 +292,11 @@ def config_of(trainer: Any) -> str:
 def samples_itself(trainer: Any) -> bool:
     """Return whether the trainer's own model samples."""
     return not trainer.use_vllm and getattr(trainer, "rollout_func", None) is None
+
+
+def scores_over_supports(trainer: Any) -> bool:
+    """Return whether tokens are drawn from a part of the vocabulary, and the trainer gets it."""
+    return cuts(sampling_of(trainer)) and not why_not(trainer)
 
 
 def sampling_of(trainer: Any) -> Iterator[Sampled]:
