@@ -27,14 +27,19 @@ from onepolicy.integrations.trl.correction import (
     correct_micro_batch,
 )
 from onepolicy.integrations.trl.own_model import own_rollouts
-from onepolicy.integrations.trl.preflight import scores_over_supports, trl_scores
+from onepolicy.integrations.trl.preflight import (
+    sampling_of,
+    scores_over_supports,
+    top_k_of,
+    trl_scores,
+)
 from onepolicy.integrations.trl.ranks import gather_json
 from onepolicy.integrations.trl.route_book import RouteBook
 from onepolicy.integrations.trl.settings import TrlSettings
 from onepolicy.integrations.trl.supports import (
+    NONE_RETURNED,
     SUPPORTS,
     SupportScorer,
-    ask_vllm,
     check_completions,
     supports_of_rollout,
 )
@@ -44,7 +49,7 @@ from onepolicy.integrations.trl.vllm_routes import (
     watch_generation,
 )
 from onepolicy.record.export.trl import StepDump, response_mask, response_rows
-from onepolicy.support.trace import SupportTrace
+from onepolicy.support.trace import SupportTrace, likeliest_needed
 from onepolicy.types import RoutingTrace
 
 Trace = RoutingTrace | None
@@ -131,7 +136,8 @@ class TrlAdapter:
             watch_client(generation.vllm_client, self._book)
         if hasattr(generation, "generate"):
             if self._supports:
-                ask_vllm(generation, self._trainer.top_k)
+                top_k = top_k_of(sampling_of(self._trainer))
+                generation.logprobs = likeliest_needed(top_k)
             watch_generation(generation, self._book, supports=self._supports)
 
     # Sampling
@@ -152,8 +158,10 @@ class TrlAdapter:
         self._generation.logp_rollout = self._book.logps(prompt_ids, completion_ids)
         if supports is not None:
             self._over = supports_of_rollout(supports, completion_ids)
-        elif self._supports:
+        elif self._supports and getattr(self._trainer, "rollout_func", None) is None:
             self._over = self._book.supports(prompt_ids, completion_ids)
+        elif self._supports and self._settings.correction is not None:
+            raise UsageError(NONE_RETURNED)
         if self._over is not None:
             check_completions(self._over, completion_ids, tool_mask)
             self._generation.supports = list(self._over)

@@ -92,9 +92,8 @@ class SampledSupports(SampledLogprobs):
 
     def supports(self, rows: int, tokens: int) -> list[SupportTrace]:
         """Return the supports of `tokens` tokens of each row."""
-        return [
-            SupportTrace.join([each[row] for each in self._kept[:tokens]]) for row in range(rows)
-        ]
+        kept = self._kept[:tokens]
+        return [SupportTrace.join([each[row] for each in kept]) for row in range(rows)]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,7 +19,7 @@ from onepolicy.integrations.core.sampling import (
 )
 from onepolicy.integrations.trl.correction import has_one_weight_a_sequence
 from onepolicy.integrations.trl.settings import TrlSettings
-from onepolicy.integrations.trl.supports import why_not
+from onepolicy.integrations.trl.supports import SUPPORTS, why_not
 from onepolicy.integrations.trl.vllm_routes import returns_routes
 
 METHODS = (
@@ -55,10 +55,11 @@ def check_trainer(trainer: Any, settings: TrlSettings) -> Preflight:
         _check_engine(trainer, report)
     if settings.correction is not None:
         _check_correction(trainer, settings, settings.correction, report)
-    no_supports = why_not(trainer)
+    sampled = list(sampling_of(trainer))
+    no_supports = why_not(trainer, top_k_of(sampled))
     check_sampling(
         report,
-        sampling_of(trainer),
+        sampled,
         settings.correction,
         scored_at=getattr(trainer, "temperature", None),
         recorded=samples_itself(trainer),
@@ -66,11 +67,11 @@ def check_trainer(trainer: Any, settings: TrlSettings) -> Preflight:
         no_supports=no_supports,
         leave_out="`correction`",
     )
-    if scores_over_supports(trainer):
-        report.note(
-            "top_p, top_k and min_p cut the sampling: TRL's softmax is over the tokens that they "
-            "left, in scoring, training and for the reference model"
-        )
+    if cuts(sampled) and not no_supports:
+        where = "the tokens that they left"
+        if getattr(trainer, "rollout_func", None) is not None:
+            where = f'those of rollout_func, under the key "{SUPPORTS}"'
+        report.note(f"top_p, top_k or min_p cut the sampling: TRL's softmax is over {where}")
     _check_scoring(trainer, settings, report)
     report.finish()
     return report
@@ -296,7 +297,14 @@ def samples_itself(trainer: Any) -> bool:
 
 def scores_over_supports(trainer: Any) -> bool:
     """Return whether tokens are drawn from a part of the vocabulary, and the trainer gets it."""
-    return cuts(sampling_of(trainer)) and not why_not(trainer)
+    sampled = list(sampling_of(trainer))
+    return cuts(sampled) and not why_not(trainer, top_k_of(sampled))
+
+
+def top_k_of(sampled: Iterable[Sampled]) -> int:
+    """Return the top_k of these settings, 0 if there is none."""
+    found = [one.value for one in sampled if one.name == "top_k"]
+    return max([0, *found])
 
 
 def sampling_of(trainer: Any) -> Iterator[Sampled]:

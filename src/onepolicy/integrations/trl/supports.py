@@ -21,14 +21,22 @@ from onepolicy.support.trace import SupportTrace, likeliest_needed
 
 SUPPORTS = "supports"
 """Key of a rollout_func's supports, and of the traces in TRL's batch."""
+NONE_RETURNED = (
+    "TRL: top_p, top_k or min_p cut the sampling, and the rollout_func returns no supports, so "
+    f'every ratio would be wrong; return them under the key "{SUPPORTS}", or leave the correction '
+    "out"
+)
 MOST_LIKELIEST = 1000
 """Largest top_k of vLLM: it returns Python objects, a dictionary a token."""
 NO_LOGP = -9999.0
 """Value of vLLM's server for minus infinity."""
 
 
-def why_not(trainer: Any) -> str:
-    """Return why this trainer cannot score over supports; empty if it can."""
+def why_not(trainer: Any, top_k: int) -> str:
+    """Return why this trainer cannot score over supports; empty if it can.
+
+    top_k: with which it samples, 0 for none.
+    """
     args = trainer.args
     for name, found in (
         ("tools", getattr(trainer, "tools", None)),
@@ -44,13 +52,12 @@ def why_not(trainer: Any) -> str:
         if trainer.use_transformers_continuous_batching:
             return "continuous batching returns tokens alone"
         return ""
-    top_k = getattr(trainer, "top_k", None) or 0
     if not 0 < top_k <= MOST_LIKELIEST:
         return (
             "vLLM returns the tokens that they leave among a number of likeliest ones: set top_k "
             f"too, from 1 to {MOST_LIKELIEST}"
         )
-    llm = getattr(trainer.vllm_generation, "llm", None)
+    llm = getattr(getattr(trainer, "vllm_generation", None), "llm", None)
     if llm is not None:
         most, wanted = llm.llm_engine.model_config.max_logprobs, likeliest_needed(top_k)
         if 0 <= most < wanted:
@@ -59,11 +66,6 @@ def why_not(trainer: Any) -> str:
                 "build the trainer inside `with op_trl.routed_vllm():`"
             )
     return ""
-
-
-def ask_vllm(generation: Any, top_k: int) -> None:
-    """Let a VLLMGeneration ask for enough likeliest tokens to be the support."""
-    generation.logprobs = likeliest_needed(top_k)
 
 
 class Likeliest(NamedTuple):
