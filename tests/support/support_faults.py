@@ -98,9 +98,8 @@ def _missing(w: World, sets: Sets) -> Sets:
 
 def _twice(w: World, sets: Sets) -> Sets:
     """Repeat an id in every tenth set of two or more, as a trainer that pads with one would."""
-    return [
-        [*each, each[-1]] if len(each) > 1 and not i % 10 else each for i, each in enumerate(sets)
-    ]
+    repeated = [[*each, *each[1:][-1:]] for each in sets]
+    return [repeated[i] if i % 10 == 0 else each for i, each in enumerate(sets)]
 
 
 def _same(w: World, sets: Sets) -> Sets:

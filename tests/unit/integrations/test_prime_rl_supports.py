@@ -1,8 +1,8 @@
 """prime-rl's sampling masks.
 
-Contract: `kept_replay_mask(kept_tokens [N, K] or [B, S, K] filled with -1, labels)` of its pull
-request 3235 at d09488d (August 2026), in two modules that import it by name. Not run: its trainer
-needs a GPU.
+Contract: `sampling_replay_mask(sampling_mask [N, K] or [B, S, K] filled with -1, labels)` of its
+pull request 3431 (August 2026, merged), which modules import by name. Not run: its trainer needs a
+GPU.
 """
 
 import sys
@@ -12,20 +12,22 @@ import pytest
 import torch
 
 from onepolicy.integrations.prime_rl import refuse_wrong_supports
-from onepolicy.integrations.prime_rl.supports import ASKED, READERS
+from onepolicy.integrations.prime_rl.supports import ASKED
 from onepolicy.support.checks import SupportError
+
+READERS = ("prime_rl.trainer.models.layers.lm_head", "prime_rl.trainer.rl.loss")
 
 
 @pytest.fixture
 def asked(monkeypatch):
     """Return what prime-rl's modules call: True where a mask has its label, else a fallback."""
 
-    def kept_replay_mask(kept_tokens, labels):
-        return (kept_tokens == labels.unsqueeze(-1)).any(-1)
+    def sampling_replay_mask(sampling_mask, labels):
+        return (sampling_mask == labels.unsqueeze(-1)).any(-1)
 
     for name in READERS:
         module = ModuleType(name)
-        setattr(module, ASKED, kept_replay_mask)
+        setattr(module, ASKED, sampling_replay_mask)
         monkeypatch.setitem(sys.modules, name, module)
     refuse_wrong_supports()
     refuse_wrong_supports()

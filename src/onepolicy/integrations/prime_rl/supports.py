@@ -15,9 +15,8 @@ from torch import Tensor
 
 from onepolicy.support.checks import SupportError
 
-READERS = ("prime_rl.trainer.models.layers.lm_head", "prime_rl.trainer.rl.loss")
-"""Modules that ask which masks can be replayed."""
-ASKED = "kept_replay_mask"
+ASKED = "sampling_replay_mask"
+"""prime-rl's function that says which masks can be replayed. Modules import it by name."""
 
 
 def refuse_wrong_supports() -> None:
@@ -25,17 +24,18 @@ def refuse_wrong_supports() -> None:
 
     A version without sampling masks is left alone. Calling this twice does nothing more.
     """
-    for module in map(sys.modules.get, READERS):
-        theirs = getattr(module, ASKED, None)
-        if theirs is not None and not hasattr(theirs, "onepolicy"):
-            setattr(module, ASKED, _checked(theirs))
+    for name, module in list(sys.modules.items()):
+        if name.startswith("prime_rl."):
+            theirs = vars(module).get(ASKED)
+            if theirs is not None and not hasattr(theirs, "onepolicy"):
+                setattr(module, ASKED, _checked(theirs))
 
 
 def _checked(theirs: Any) -> Any:
     @functools.wraps(theirs)
-    def checked(kept_tokens: Tensor, labels: Tensor) -> Any:
-        replayable: Tensor = theirs(kept_tokens, labels)
-        wrong = (kept_tokens >= 0).any(-1) & ~replayable
+    def checked(sampling_mask: Tensor, labels: Tensor) -> Any:
+        replayable: Tensor = theirs(sampling_mask, labels)
+        wrong = (sampling_mask >= 0).any(-1) & ~replayable
         if wrong.any():
             place = wrong.nonzero()[0].tolist()
             raise SupportError(
