@@ -38,8 +38,8 @@ class SamplingConfig(Frozen):
     and top_p. 0: all."""
 
     missing_support: Literal["error", "drop"] = "error"
-    """A sampled token for which the engine returns no support: stop the run, or play the episode
-    again, as one whose tool failed (rollout.episode_retries), and count it."""
+    """A sampled token without a support: stop the run, or count it and play the episode again
+    (rollout.episode_retries)."""
 
     @property
     def narrows(self) -> bool:
