@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.config.run_rules import MOST_RETURNED
 from onepolicy.integrations.core.supports import batch_supports, to_support
+from onepolicy.replay.payloads.vllm import NO_LOGP
 from onepolicy.support.checks import check_supports
 from onepolicy.support.score import support_scores
 from onepolicy.support.trace import SupportTrace, likeliest_needed
@@ -26,10 +28,6 @@ NONE_RETURNED = (
     f'every ratio would be wrong; return them under the key "{SUPPORTS}", or leave the correction '
     "out"
 )
-MOST_LIKELIEST = 1000
-"""Largest top_k of vLLM: it returns Python objects, a dictionary a token."""
-NO_LOGP = -9999.0
-"""Value of vLLM's server for minus infinity."""
 
 
 def why_not(trainer: Any, top_k: int) -> str:
@@ -52,10 +50,10 @@ def why_not(trainer: Any, top_k: int) -> str:
         if trainer.use_transformers_continuous_batching:
             return "continuous batching returns tokens alone"
         return ""
-    if not 0 < top_k <= MOST_LIKELIEST:
+    if not 0 < top_k <= MOST_RETURNED:
         return (
             "vLLM returns the tokens that they leave among a number of likeliest ones: set top_k "
-            f"too, from 1 to {MOST_LIKELIEST}"
+            f"too, from 1 to {MOST_RETURNED}"
         )
     llm = getattr(getattr(trainer, "vllm_generation", None), "llm", None)
     if llm is not None:
@@ -171,7 +169,8 @@ class SupportScorer:
         attention_mask: Tensor,
         width: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        trainer, given = self._trainer, {"input_ids": input_ids, "attention_mask": attention_mask}
+        trainer = self._trainer
+        given: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         given["use_cache"] = False
         if _takes(trainer.accelerator.unwrap_model(model), "logits_to_keep"):
             given["logits_to_keep"] = width + 1

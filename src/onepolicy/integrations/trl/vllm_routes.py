@@ -105,13 +105,13 @@ def watch_generation(generation: Any, book: RouteBook, *, supports: bool) -> Non
         made = original(*args, **kwargs)
         if is_server and generation.accelerator.num_processes > 1:
             _share_entries(generation.accelerator, book)
-        prompts, completions, logprobs, token_ids = made
+        prompts, completions, logprobs = made[:3]
         if logprobs is None:
             return made
         sampled = [[value[0] for value in values] for values in logprobs]
         kept: list[SupportTrace | None] = [None] * len(sampled)
         if supports:
-            listed = [Likeliest(*each) for each in zip(logprobs, token_ids, strict=True)]
+            listed = [Likeliest(*each) for each in zip(logprobs, made[3], strict=True)]
             kept = [each.support() for each in listed]
             sampled = [one.of(ids) for one, ids in zip(listed, completions, strict=True)]
         for path in zip(prompts, completions, sampled, kept, strict=True):

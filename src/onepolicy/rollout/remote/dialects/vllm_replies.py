@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.replay.payloads.vllm import RoutePayloadFormat, request_trace
+from onepolicy.replay.payloads.vllm import NO_LOGP, RoutePayloadFormat, request_trace
 from onepolicy.rollout.remote.dialect import ModelShape, Request
 from onepolicy.rollout.remote.replies import (
     Count,
@@ -35,7 +35,6 @@ from onepolicy.rollout.remote.replies import (
 from onepolicy.support.trace import SupportTrace, likeliest_needed
 from onepolicy.types import Completion, RoutingTrace, Sampling
 
-NO_LOGP = -9999.0  # vLLM's value for a missing log-probability, and for minus infinity
 TOKEN_PREFIX = "token_id:"
 
 
