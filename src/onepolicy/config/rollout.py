@@ -38,8 +38,7 @@ class SamplingConfig(Frozen):
     and top_p. 0: all."""
 
     missing_support: Literal["error", "drop"] = "error"
-    """A sampled token without a support: stop the run, or count it and play the episode again
-    (rollout.episode_retries)."""
+    """A sampled token without a support: stop the run, or play the episode again, and count it."""
 
     @property
     def narrows(self) -> bool:
