@@ -41,6 +41,7 @@ from onepolicy.integrations.trl.supports import (
     SUPPORTS,
     SupportScorer,
     check_completions,
+    likeliest_of,
     supports_of_rollout,
 )
 from onepolicy.integrations.trl.vllm_routes import (
@@ -49,7 +50,7 @@ from onepolicy.integrations.trl.vllm_routes import (
     watch_generation,
 )
 from onepolicy.record.export.trl import StepDump, response_mask, response_rows
-from onepolicy.support.trace import SupportTrace, likeliest_needed
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import RoutingTrace
 
 Trace = RoutingTrace | None
@@ -137,7 +138,7 @@ class TrlAdapter:
         if hasattr(generation, "generate"):
             if self._supports:
                 top_k = top_k_of(sampling_of(self._trainer))
-                generation.logprobs = likeliest_needed(top_k)
+                generation.logprobs = likeliest_of(self._trainer, top_k)
             watch_generation(generation, self._book, supports=self._supports)
 
     # Sampling

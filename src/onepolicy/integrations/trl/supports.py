@@ -57,13 +57,22 @@ def why_not(trainer: Any, top_k: int) -> str:
         )
     llm = getattr(getattr(trainer, "vllm_generation", None), "llm", None)
     if llm is not None:
-        most, wanted = llm.llm_engine.model_config.max_logprobs, likeliest_needed(top_k)
+        most, wanted = llm.llm_engine.model_config.max_logprobs, likeliest_of(trainer, top_k)
         if 0 <= most < wanted:
             return (
                 f"{wanted} log-probabilities a token are needed and this vLLM returns {most}: "
                 "build the trainer inside `with op_trl.routed_vllm():`"
             )
     return ""
+
+
+def likeliest_of(trainer: Any, top_k: int) -> int:
+    """Return how many likeliest tokens vLLM is asked for: the whole support, with ties."""
+    config = getattr(trainer.model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    wanted = likeliest_needed(top_k)
+    return min(wanted, getattr(config, "vocab_size", wanted))
 
 
 class Likeliest(NamedTuple):
