@@ -106,8 +106,8 @@ def _standing(processor: SampledLogprobs, model: nn.Module) -> Iterator[LogitsPr
         yield LogitsProcessorList([processor])
         return
     base: Any = model
-    if hasattr(model, "get_base_model"):
-        base = model.get_base_model()
+    if hasattr(base, "get_base_model"):
+        base = base.get_base_model()
     original = base._get_logits_processor
 
     def with_ours_last(*args: Any, **kwargs: Any) -> Any:
