@@ -22,7 +22,7 @@ def fit_support(support: SupportTrace, slots: int) -> SupportTrace:
 
 
 def to_support(payload: Any, tokens: int, *, name: str) -> SupportTrace:
-    """Make the supports of a completion from what an engine returned of it.
+    """Make the supports of a completion from an engine's form of them.
 
     payload: a SupportTrace; a list of lists of token ids (vLLM's and SGLang's sampling masks), in
     which None or an empty one is missing; an integer tensor or array [tokens, K], filled with -1

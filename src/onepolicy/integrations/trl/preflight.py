@@ -55,19 +55,21 @@ def check_trainer(trainer: Any, settings: TrlSettings) -> Preflight:
         _check_engine(trainer, report)
     if settings.correction is not None:
         _check_correction(trainer, settings, settings.correction, report)
-    sampled = list(sampling_of(trainer))
-    no_supports = why_not(trainer, top_k_of(sampled))
+    sampled, no_supports = list(sampling_of(trainer)), ""
+    cut = cuts(sampled)
+    if cut:
+        no_supports = why_not(trainer, top_k_of(sampled))
     check_sampling(
         report,
         sampled,
         settings.correction,
         scored_at=getattr(trainer, "temperature", None),
         recorded=samples_itself(trainer),
-        over_supports=not no_supports,
+        over_supports=cut and not no_supports,
         no_supports=no_supports,
         leave_out="`correction`",
     )
-    if cuts(sampled) and not no_supports:
+    if cut and not no_supports:
         where = "the tokens that they left"
         if getattr(trainer, "rollout_func", None) is not None:
             where = f'those of rollout_func, under the key "{SUPPORTS}"'

@@ -1,4 +1,4 @@
-"""Sampling supports in TRL: what top_p, top_k and min_p left, from its samplers to its loss.
+"""Sampling supports in TRL: the tokens that top_p, top_k and min_p left, from sampler to loss.
 
 TRL hands these settings to the sampler, and scores over the whole vocabulary. Here its scoring and
 training forwards take the softmax over the tokens that each token was drawn from.
@@ -76,7 +76,7 @@ def likeliest_of(trainer: Any, top_k: int) -> int:
 
 
 class Likeliest(NamedTuple):
-    """What vLLM returned of one completion, most likely first, as TRL lists it."""
+    """The likeliest tokens of one completion, in the order in which TRL lists them."""
 
     logp: list[list[float | None]]
     ids: list[list[int]]
