@@ -68,7 +68,7 @@ def why_not(trainer: Any, top_k: int) -> str:
 
 def likeliest_of(trainer: Any, top_k: int) -> int:
     """Return how many likeliest tokens vLLM is asked for: the whole support, with ties."""
-    config = getattr(trainer.model, "config", None)
+    config: Any = getattr(trainer.model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     wanted = likeliest_needed(top_k)
