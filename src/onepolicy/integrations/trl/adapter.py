@@ -104,7 +104,7 @@ class TrlAdapter:
         self._in_training_forward = settings.scoring != "always" and not trl_scores(trainer)
         self._generation: Generation | None = None
         self._micro_batch: dict[str, Any] | None = None
-        self._supports = scores_over_supports(trainer)
+        self._supports = False
         self._scorer = SupportScorer(trainer)
         self._over: Sequence[SupportTrace] | None = None  # supports of the batch at hand
         self._generations = 0
@@ -114,6 +114,7 @@ class TrlAdapter:
     def install(self) -> None:
         """Put the wrappers in the place of the trainer's methods, and watch its sampler."""
         trainer = self._trainer
+        self._supports = scores_over_supports(trainer)
         self._dump = None
         if self._settings.dump is not None:
             self._dump = StepDump(trainer, self._settings.dump)
