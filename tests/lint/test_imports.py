@@ -46,7 +46,7 @@ RANK = {
 }
 FACTORY = r"onepolicy(\.\w+)+:\w+"
 ONLY_TORCH = {"divergence", "correct", "objective", "verdict"}
-LIBRARY = {*ONLY_TORCH, "replay", "record"}
+LIBRARY = {*ONLY_TORCH, "replay", "record", "support"}
 LIGHT = {"torch", "numpy", "pydantic", "onepolicy"} | set(sys.stdlib_module_names)
 
 

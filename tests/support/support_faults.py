@@ -96,6 +96,12 @@ def _missing(w: World, sets: Sets) -> Sets:
     return [each if i % 20 else [] for i, each in enumerate(sets)]
 
 
+def _twice(w: World, sets: Sets) -> Sets:
+    """Repeat an id in every tenth set of two or more, as a trainer that pads with one would."""
+    repeated = [[*each, *each[1:][-1:]] for each in sets]
+    return [repeated[i] if i % 10 == 0 else each for i, each in enumerate(sets)]
+
+
 def _same(w: World, sets: Sets) -> Sets:
     return sets
 
@@ -125,5 +131,6 @@ PLANTED: dict[str, tuple[dict, Callable[[World, Sets], Sets], str, str]] = {
     "of other requests": ({}, _of_other_rows, "sets", "are of other requests"),
     "without the token": ({}, _without_token, "sets", "not in their own support"),
     "missing": ({}, _missing, "sets", "have no support"),
+    "an id twice": ({}, _twice, "sets", "more than once in their support"),
 }
 """Fault: arguments of the world, what is done to its sets, cause, words of the verdict."""

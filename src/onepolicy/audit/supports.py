@@ -25,6 +25,7 @@ class SupportCounts:
     kept: int = 0  # ids of their sets
     missing: int = 0  # tokens whose set was not captured
     outside: int = 0  # tokens that are not in their own set
+    twice: int = 0  # tokens whose set has an id more than once
     neighbours: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SHIFTS, 0))
     in_neighbours: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SHIFTS, 0))
     # tokens that are alone in their set, by the side whose log-probability is below 0 all the same
@@ -44,6 +45,7 @@ class SupportCounts:
         self.kept += int(counts[mask].sum())
         self.missing += int((mask & ~support.captured).sum())
         self.outside += int((known & ~own).sum())
+        self.twice += _with_repeats(support)
         if wrong.any() and not self.first:
             place = int(wrong.nonzero()[0, 0])
             ends = block.lengths.cumsum()
@@ -68,6 +70,11 @@ class SupportCounts:
                 f"{self.outside:,} of {self.tokens:,} tokens are not in their own support"
                 f"{self._whose()}"
             )
+        if self.twice:
+            parts.append(
+                f"{self.twice:,} tokens have a token id more than once in their support: these are "
+                "no sets"
+            )
         if self.missing:
             parts.append(
                 f"{self.missing:,} of {self.tokens:,} tokens have no support (support_counts 0), "
@@ -75,7 +82,10 @@ class SupportCounts:
             )
         if not parts:
             return ""
-        return f"{'; '.join(parts)}. The first is {self.first}"
+        text = "; ".join(parts)
+        if self.first:
+            text += f". The first is {self.first}"
+        return text
 
     def _whose(self) -> str:
         for where in SHIFTS:
@@ -102,6 +112,15 @@ class SupportCounts:
         """Return what the sets are as a sentence."""
         size = number(self.kept / max(1, self.tokens - self.missing))
         return f"Tokens were drawn from {size} tokens on average (supports)."
+
+
+def _with_repeats(support: SupportTrace) -> int:
+    """Return how many sets have an id more than once. Sets that ascend need no sorting."""
+    ids, slots = support.ids.long(), support.slot_of
+    if not ((ids.diff() <= 0) & (slots.diff() == 0)).any():
+        return 0
+    keys = (slots << 32 | ids).sort().values
+    return len((keys[1:][keys.diff() == 0] >> 32).unique())
 
 
 def _has_neighbour(known: Tensor, segment: Tensor, by: int) -> Tensor:

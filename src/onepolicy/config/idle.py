@@ -134,6 +134,11 @@ IDLE: tuple[Rule[RunConfig], ...] = (
         "rollout.engine.sync = disk",
     ),
     *unused(
+        "rollout.sampling.missing_support",
+        lambda run: not run.rollout.sampling.narrows,
+        "rollout.sampling.top_p, top_k and min_p cut nothing",
+    ),
+    *unused(
         "replay.missing",
         lambda run: reprefills(run),
         "replay.source = reprefill records the routes of every sample",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -36,6 +36,9 @@ class SamplingConfig(Frozen):
     min_p: float = Field(0.0, ge=0, lt=1)
     """Sample from tokens with at least this share of the likeliest one's probability, before top_k
     and top_p. 0: all."""
+
+    missing_support: Literal["error", "drop"] = "error"
+    """A sampled token without a support: stop the run, or play the episode again, and count it."""
 
     @property
     def narrows(self) -> bool:

@@ -27,6 +27,7 @@ MOST_APART = 0.05
 Rounding moves a token over the border, which has little; another top_p, or sets of other tokens,
 move much more.
 """
+REFUSED = "let the engine answer such requests, or train without top_p, top_k and min_p"
 FIX = "return, for every sampled token, the ids that top_p, top_k and min_p left (docs/supports.md)"
 
 
@@ -63,7 +64,7 @@ def check_returned_supports(
     top_p, top_k or min_p, so an engine without supports is at fault.
     """
     if isinstance(asked, str):
-        return _without(support, f"supports were not tried: {asked}", needed)
+        return _without(support, f"supports were not tried: {asked}", needed, fix=REFUSED)
     if all(done.support is None for done in asked.completions):
         text = "no supports are returned"
         if not needed:
@@ -83,9 +84,9 @@ def check_returned_supports(
     return replace(support, found=f"{support.found}; {text}")
 
 
-def _without(support: Check, text: str, needed: bool) -> Check:
+def _without(support: Check, text: str, needed: bool, fix: str = FIX) -> Check:
     if needed:
-        return Check("support", False, text, FIX)
+        return Check("support", False, text, fix)
     return replace(support, found=f"{support.found}; {text}")
 
 

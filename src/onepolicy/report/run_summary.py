@@ -9,7 +9,8 @@ mismatch {metric: mean over all steps}; probe_steps, mismatch_at_probes and mism
 {metric: mean over the probe steps, with and without replay}, k3_cuts [without / with of each probe
 step, ascending]; groups_without_signal (share at the end); asynchronous {staleness_mean,
 staleness_max, spanning, learner_busy, sampler_busy}; time {part: seconds}, tokens_per_second,
-parent {run, step}, run and report (paths); planned (steps, of a run that was stopped earlier);
+parent {run, step}, missing_supports {attempts, dropped}, run and report (paths); planned (steps,
+of a run that was stopped earlier);
 nothing_learnt {learnt (nothing or little), verdict, why [sentences], silent and steps (counts)},
 only where the rewards taught nothing or little.
 """
@@ -425,6 +426,12 @@ def _remarks(summary: Tree) -> Iterator[str]:
     skipped, silent = summary.get("updates_skipped"), summary.get("groups_without_signal")
     if skipped:
         yield f"Updates skipped: {skipped:.0f}, their gradients were not finite."
+    missing = summary.get("missing_supports")
+    if missing is not None and missing["attempts"]:
+        yield (
+            f"Attempts with a token without support: {missing['attempts']:.0f}, played again; "
+            f"{counted(int(missing['dropped']), 'episode')} dropped."
+        )
     if silent:
         yield (
             f"Groups without signal: {number(silent, share=True)} at the end; all rewards of such "

@@ -66,9 +66,7 @@ def check_support(completion: Completion, name: str) -> None:
 
     name: of the sample, for the error.
     """
-    support = completion.support
-    if support is None:
-        support = SupportTrace.missing(len(completion.token_ids))
+    support = completion.support or SupportTrace.missing(len(completion.token_ids))
     check_supports(support, completion.token_ids, name=name)
 
 

@@ -131,6 +131,8 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
     skipped = sum(row.get("train/updates_skipped") or 0.0 for row in train)
     if skipped:
         summary["updates_skipped"] = skipped
+    if config.rollout.sampling.missing_support == "drop":
+        summary["missing_supports"] = _dropped(train)
     if config.objective.baseline in GROUPED:
         summary["groups_without_signal"] = _mean(train[-window:], "train/groups_without_signal")
     if config.rollout.max_staleness is not None:
@@ -140,6 +142,12 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
     if found is not None:
         summary["nothing_learnt"] = found
     return summary
+
+
+def _dropped(train: list[Row]) -> Row:
+    """Return the episodes whose engine returned no support: attempts, and those given up."""
+    counts = {"attempts": "rollout/missing_supports", "dropped": "rollout/episodes_dropped"}
+    return {name: sum(row.get(each) or 0 for row in train) for name, each in counts.items()}
 
 
 def _evaluations(config: RunConfig, rows: list[Row]) -> Row:

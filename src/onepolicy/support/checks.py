@@ -29,10 +29,16 @@ class SupportError(TrainingError):
     """Supports that are missing, or that are not those of the tokens."""
 
 
+class MissingSupportError(SupportError):
+    """Sampled tokens without a support."""
+
+
 def check_supports(
     support: SupportTrace, tokens: Tensor, mask: Tensor | None = None, *, name: str
 ) -> None:
     """Raise SupportError unless every slot has a set, and its own token in it.
+
+    It is a MissingSupportError if a set is missing.
 
     Nothing is filled in: a token scored over the whole vocabulary has a wrong ratio.
 
@@ -47,7 +53,7 @@ def check_supports(
         needed = mask
     missing = needed & ~support.captured
     if missing.any():
-        raise SupportError(
+        raise MissingSupportError(
             f"{name}: {int(missing.sum())} of {int(needed.sum())} sampled tokens have no support, "
             f"the first in slot {int(missing.nonzero()[0, 0])}. Without the tokens that it was "
             "drawn from, a token's ratio would be wrong. Let the engine return them for every "

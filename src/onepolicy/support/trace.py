@@ -303,10 +303,15 @@ class SupportTrace:
     @classmethod
     def from_mask(cls, kept: Tensor, logp: Tensor | None = None) -> SupportTrace:
         """Make a trace from a mask over the vocabulary. kept: [T, V] bool. logp: [T, V]."""
-        sizes = kept.sum(-1)
-        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        values = None if logp is None else logp[kept]
-        return cls(kept.nonzero()[:, 1].int(), offsets, values)
+        return cls.join(kept_sets(kept, logp)).to(kept.device)
+
+
+def likeliest_needed(top_k: int) -> int:
+    """Return how many likeliest tokens are the whole support of top_k, with room for ties.
+
+    top_k keeps all tokens that tie with its last one, and logits of bfloat16 have few values.
+    """
+    return 2 * top_k + 16
 
 
 TOTAL_TOLERANCE = 2e-5

@@ -1,7 +1,8 @@
-"""A script: `colocate.py FOLDER` trains with GRPOTrainer and vLLM in its process, with R3.
+"""A script: `colocate.py FOLDER [cut]` trains with GRPOTrainer and vLLM in its process, with R3.
 
-FOLDER/log.json gets TRL's log. vLLM's CPU build records routes in eager mode only, and TRL 1.16's
-weight sync fails on it (its parameters lose their loaders), so onepolicy's own sync stands in.
+cut: with top_p, top_k and min_p, and FOLDER/dump. FOLDER/log.json gets TRL's log. vLLM's CPU build
+records routes in eager mode only, and TRL 1.16's weight sync fails on it (its parameters lose their
+loaders), so onepolicy's own sync stands in.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ def sync(trainer):
     llm.reset_prefix_cache()
 
 
-def main(folder: Path) -> None:
+CUT = {"top_p": 0.8, "top_k": 20, "min_p": 0.01}
+
+
+def main(folder: Path, *cut: str) -> None:
+    changes, dump = {}, None
+    if cut:
+        changes, dump = CUT, folder / "dump"
     sizes = {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32}
     tiny_moe(**sizes, max_position_embeddings=64).save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
@@ -50,11 +57,12 @@ def main(folder: Path) -> None:
             vllm_mode="colocate",
             vllm_max_model_length=64,
             vllm_gpu_memory_utilization=0.1,
+            **changes,
         )
     trainer.vllm_generation.sync_weights = lambda: sync(trainer)
-    op_trl.attach(trainer, native_every=1, correction="tis")
+    op_trl.attach(trainer, native_every=1, correction="tis", dump=dump)
     (folder / "log.json").write_text(json.dumps(train(trainer)))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

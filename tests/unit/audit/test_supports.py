@@ -27,6 +27,11 @@ def test_planted_faults_are_named_and_clean_supports_are_not_accused(
     clean = audit(write_dump(tmp_path / "clean.parquet", rows_of(*supported_world(seed, gap))), {})
     assert clean.verdict.action in ("nothing", "correct"), clean.verdict.text()
     assert any("on average (supports)" in note for note in clean.notes)
+    w, sets = supported_world(seed, gap)  # ids need not ascend
+    other = audit(
+        write_dump(tmp_path / "b.parquet", rows_of(w, [each[::-1] for each in sets])), {}
+    ).verdict
+    assert other.text() == clean.verdict.text()
     for fault, (arguments, move, cause, words) in PLANTED.items():
         with subtests.test(fault):
             w, sets = supported_world(seed, gap, **arguments)

@@ -10,6 +10,7 @@ import os
 import sys
 from types import ModuleType, SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from onepolicy.audit.run import audit
 from onepolicy.config import UsageError
 from onepolicy.integrations import skyrl as op_skyrl
 from onepolicy.integrations.skyrl.loss import policy_loss_of
+from onepolicy.support.checks import SupportError
 from support.contracts import value_of
 
 capability = pytest.mark.capability
@@ -316,3 +318,61 @@ OFF = (
 )
 if CHECKOUT:
     test_skyrls_own_losses = compare_with_skyrls_own_losses
+
+
+def supported(planted=lambda rows: rows, width=3):
+    """Return a batch with supports: SkyRL's PackedTensor, a row for every token of a response.
+
+    planted: rows [tokens, K] of one sample -> the same.
+    """
+    made = batch()
+    mask = made["loss_mask"] > 0
+    attention = torch.ones(4, 10, dtype=torch.int64)
+    attention[0, 8:] = 0  # its response is shorter
+    rows, lengths = [], (4, 6, 6, 6)
+    for i, length in enumerate(lengths):
+        tokens = made["sequences"][i, 4 : 4 + length, None]
+        own = torch.cat([tokens, (tokens + 7) % 100, torch.full_like(tokens, -1)], 1)[:, :width]
+        own[~mask[i, :length]] = -1  # a tool's tokens
+        rows.append(planted(own).int())
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    packed = SimpleNamespace(values=torch.cat(rows), cu_seqlens=bounds)
+    made |= {"attention_mask": attention, "rollout_sample_support": packed}
+    made.metadata = {"pad_size": 1}
+    return made
+
+
+def test_supports_of_a_batch_are_dumped(tmp_path):
+    """Contract: the field of SkyRL's Experience; its rows are those of the last tokens fed."""
+    assert "rollout_sample_support" in value_of("SkyRL", "experience")
+    assert value_of("SkyRL", "routes of a batch") == ["self", "values", "cu_seqlens"]
+    step(supported(), dump=tmp_path)
+    (file,) = tmp_path.iterdir()
+    rows = pq.read_table(file).to_pylist()
+    assert [len(row["tokens"]) for row in rows] == [4, 6, 4]
+    for row in rows:
+        assert row["support_counts"] == [2 * sampled for sampled in row["mask"]]
+        sampled = [t for t, one in zip(row["tokens"], row["mask"], strict=True) if one]
+        sets = list(zip(row["support_ids"][::2], row["support_ids"][1::2], strict=True))
+        assert sets == [tuple(sorted((t, (t + 7) % 100))) for t in sampled]
+
+
+@pytest.mark.parametrize(
+    ("planted", "words"),
+    [
+        (lambda rows: rows.roll(1, 0), "not in their own support|have no support"),
+        (lambda rows: rows.masked_fill(rows >= 0, -1), "sampled tokens have no support"),
+        (lambda rows: torch.where(rows >= 0, 99, -1)[:, :1], "not in their own support"),
+    ],
+    ids=["late", "missing", "without the token"],
+)
+def test_wrong_supports_stop_the_step(planted, words):
+    with pytest.raises(SupportError, match=words):
+        step(supported(planted))
+
+
+def test_supports_of_other_samples_are_refused():
+    data = supported()
+    data["rollout_sample_support"].cu_seqlens = torch.tensor([0, 22])
+    with pytest.raises(UsageError, match=r"expected rows \[tokens, top_k\] of 4"):
+        step(data)

@@ -127,5 +127,6 @@ def test_vllm_is_built_with_routes(monkeypatch):
     vllm.LLM = dict
     with routed_vllm(enforce_eager=True):
         built = vllm.LLM(model="m")
-    assert built == {"model": "m", "enforce_eager": True, "enable_return_routed_experts": True}
+    wanted = {"enable_return_routed_experts": True, "max_logprobs": -1}
+    assert built == wanted | {"model": "m", "enforce_eager": True}
     assert vllm.LLM is dict

@@ -12,6 +12,7 @@ from onepolicy.integrations.trl.settings import TrlSettings
 TIS = op.preset("tis")
 WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "temperature": 1.0}
 OWN = {"rollout_func": None}
+TOOLS = OWN | {"tools": [print]}
 FUNCTION = {"rollout_func": print}
 VLLM = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": False}
 
@@ -53,9 +54,9 @@ def refused(*given, correction=TIS, **changes) -> str:
 
 
 CUT = [  # what samples, the change, its words and those of its mend
-    (OWN, {"top_p": 0.8}, "GRPOConfig(top_p=0.8)", "set GRPOConfig(top_p=1)"),
-    (OWN, {"top_k": 5}, "GRPOConfig(top_k=5)", "set GRPOConfig(top_k=0)"),
-    (OWN, {"min_p": 0.1}, "GRPOConfig(min_p=0.1)", "set GRPOConfig(min_p=0)"),
+    (TOOLS, {"top_p": 0.8}, "GRPOConfig(top_p=0.8)", "set GRPOConfig(top_p=1)"),
+    (TOOLS, {"top_k": 5}, "GRPOConfig(top_k=5)", "set GRPOConfig(top_k=0)"),
+    (TOOLS, {"min_p": 0.1}, "GRPOConfig(min_p=0.1)", "set GRPOConfig(min_p=0)"),
     (OWN, {"repetition_penalty": 1.1}, "repetition_penalty=1.1", "repetition_penalty=1)"),
     (OWN, {"kwargs": {"typical_p": 0.5}}, '"typical_p"]=0.5', 'generation_kwargs["typical_p"]=1'),
     (VLLM, {"kwargs": {"top_p": 0.5}}, 'generation_kwargs["top_p"]=0.5', '["top_p"]=1'),
@@ -76,13 +77,45 @@ def test_sampling_that_is_not_the_scored_distribution(sampler, change, found, me
     text = refused(**sampler | change)
     assert "whole distribution sampled" in text
     cuts = any(name in text.partition(";")[0] for name in ("top_p", "top_k", "min_p"))
-    assert ("TRL takes no tokens" in text) == cuts
+    assert any(words in text for words in ("not with tools", "vLLM returns the tokens")) == cuts
     assert found in text
     assert mend in text.partition("temperature, so every ratio would be wrong")[2]
     report = check_trainer(trainer(**sampler | change), TrlSettings())
     (note,) = [note for note in report.notes if "cut or changed" in note]
     assert found in note
     assert mend in note
+
+
+@pytest.mark.parametrize(
+    ("sampler", "change", "words"),
+    [
+        (OWN, {"top_p": 0.8}, "over the tokens that they left"),
+        (OWN, {"kwargs": {"min_p": 0.1}}, "over the tokens that they left"),
+        (FUNCTION, {"top_k": 5}, 'those of rollout_func, under the key "supports"'),
+        (VLLM, {"top_p": 0.8, "top_k": 20}, "over the tokens that they left"),
+        (VLLM, {"kwargs": {"top_k": 20}}, "over the tokens that they left"),
+    ],
+)
+def test_cut_sampling_whose_supports_are_had(sampler, change, words):
+    report = check_trainer(trainer(**sampler | change), TrlSettings(correction=TIS))
+    assert [note for note in report.notes if "cut or changed" in note] == []
+    (note,) = [note for note in report.notes if "cut the sampling" in note]
+    assert words in note
+
+
+def limited(most):
+    config = SimpleNamespace(max_logprobs=most, enable_return_routed_experts=True)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
+    return {"vllm_mode": "colocate", "vllm_generation": SimpleNamespace(llm=llm), "top_k": 20}
+
+
+def test_vllm_returns_enough_likeliest_tokens():
+    """Twice top_k and 16 for ties; vLLM's default is 20, -1 is no limit."""
+    cut = VLLM | {"top_p": 0.8}
+    text = refused(**cut | limited(20))
+    assert "56 log-probabilities a token are needed and this vLLM returns 20" in text
+    for enough in (56, -1):
+        check_trainer(trainer(**cut | limited(enough)), TrlSettings(correction=TIS))
 
 
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "num_beams": 1, "bad_words": [], "min_tokens": 1}
@@ -109,7 +142,7 @@ def test_beams_and_drafts_are_refused_by_name(replay, kwargs):
 
 
 def test_an_error_names_the_settings_of_its_trainer():
-    loss = {"aux_loss_enabled": True, "router_aux_loss_coef": 0.01, "top_p": 0.5}
+    loss = {"aux_loss_enabled": True, "router_aux_loss_coef": 0.01, "top_p": 0.5}  # so no supports
     text = refused(RLOOTrainer, RLOOConfig, correction=op.preset("seq-tis"), **loss)
     assert "build the trainer with RLOOConfig(router_aux_loss_coef=0.0)" in text
     assert "RLOOConfig(top_p=0.5)" in text

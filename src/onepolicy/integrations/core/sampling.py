@@ -111,6 +111,12 @@ def settings_of(source: Any, spelling: str) -> Iterator[Sampled]:
             yield Sampled(name, value, spelling.replace("{name}", name))
 
 
+def cuts(sampled: Iterable[Sampled]) -> bool:
+    """Return whether top_p, top_k or min_p leave tokens out."""
+    known = {one.name: one for one in sampled if one.name in CUTTING}
+    return bool(_that_act(known, CHANGING))
+
+
 def check_sampling(
     report: Preflight,
     sampled: Iterable[Sampled],

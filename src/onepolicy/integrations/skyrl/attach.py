@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.console import print_text
+from onepolicy.errors import describe_argument
 from onepolicy.integrations.core.advantages import named_correction
 from onepolicy.integrations.core.dump import dump_row, write_rows
 from onepolicy.integrations.core.first_step import FirstStep
@@ -17,7 +19,10 @@ from onepolicy.integrations.core.preflight import Preflight
 from onepolicy.integrations.core.sampling import Sampled, check_sampling, settings_of
 from onepolicy.integrations.core.settings import Settings, dump_folder
 from onepolicy.integrations.core.step import measure_and_correct
+from onepolicy.integrations.core.supports import add_supports
 from onepolicy.integrations.skyrl.loss import NAME, registered_correction
+from onepolicy.support.checks import check_supports
+from onepolicy.support.trace import SupportTrace
 
 OWN = (
     "tis_ratio_type",
@@ -30,6 +35,7 @@ OWN = (
 """SkyRL's settings of algorithm.off_policy_correction; None is off."""
 MARK = "onepolicy_attached"
 """Attribute of a trainer that `attach` was called for."""
+SUPPORTS = "rollout_sample_support"
 ANCHORED_AT_ROLLOUT = (
     "rollout_is",
     "dppo",
@@ -88,7 +94,8 @@ def attach(
 def finish_step(trainer: Any, data: Any, settings: Settings) -> None:
     """Measure, correct and dump a TrainingInputBatch, in place.
 
-    Raises UsageError if a side's log-probabilities are missing.
+    Raises UsageError if a side's log-probabilities are missing, and SupportError for a sampled
+    token without its support, or outside of it: SkyRL would score it as 0, or over other tokens.
     """
     old, rollout = data.get("action_log_probs"), data.get("rollout_logprobs")
     if old is None or rollout is None:
@@ -97,8 +104,9 @@ def finish_step(trainer: Any, data: Any, settings: Settings) -> None:
     old, rollout, mask = old.float(), rollout.float(), _mask(data)
     tokens = data["sequences"][:, -mask.shape[1] :]
     trainer.onepolicy_first_step.look(old, rollout, mask, tokens=tokens)
+    supports = _supports(data, mask)
     if settings.dump is not None:
-        rows = _rows(trainer, data, old, rollout, mask)
+        rows = _rows(trainer, data, old, rollout, mask, supports)
         write_rows(settings.dump, trainer.global_step, rows, framework="skyrl")
     found = measure_and_correct(data["advantages"], old, rollout, mask, settings.correction)
     if settings.correction is not None:
@@ -214,7 +222,43 @@ def _mask(data: Any) -> Tensor:
     return mask
 
 
-def _rows(trainer: Any, data: Any, old: Tensor, rollout: Tensor, mask: Tensor) -> list[Any]:
+def _supports(data: Any, mask: Tensor) -> list[SupportTrace] | None:
+    """Return each sample's supports [R], checked; None if the batch carries none.
+
+    SkyRL's PackedTensor has a row [K] of ids, filled with -1, for every token of a response.
+    """
+    packed = data.get(SUPPORTS)
+    if packed is None:
+        return None
+    if packed.values.dim() != 2 or len(packed.cu_seqlens) != len(mask) + 1:
+        raise UsageError(
+            f"SkyRL: {SUPPORTS} is {describe_argument(packed.values)} in "
+            f"{len(packed.cu_seqlens) - 1} samples, expected rows [tokens, top_k] of {len(mask)}"
+        )
+    width = mask.shape[1]
+    responses, found = data["sequences"][:, -width:], []
+    bounds = itertools.pairwise(packed.cu_seqlens.tolist())
+    for i, (start, stop) in enumerate(bounds):
+        # The rows are those of the last tokens that the model is fed, wherever padding stands.
+        fed = data["attention_mask"][i].nonzero()[:, 0]
+        places = fed[len(fed) - (stop - start) :] - (data["sequences"].shape[1] - width)
+        if len(places) != stop - start or (places < 0).any():
+            raise UsageError(f"SkyRL: {SUPPORTS} has {stop - start} rows for sample {i}, too many")
+        rows = packed.values.new_full((width, packed.values.shape[1]), -1)
+        rows[places] = packed.values[start:stop]
+        found.append(SupportTrace.from_padded(rows))
+        check_supports(found[i], responses[i], mask[i], name=f"SkyRL: sample {i}")
+    return found
+
+
+def _rows(
+    trainer: Any,
+    data: Any,
+    old: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+    supports: list[SupportTrace] | None,
+) -> list[Any]:
     responses = data["sequences"][:, -mask.shape[1] :]
     rows = []
     for i, sampled in enumerate(mask):
@@ -224,4 +268,6 @@ def _rows(trainer: Any, data: Any, old: Tensor, rollout: Tensor, mask: Tensor) -
             tokens = responses[i, part]
             step = trainer.global_step
             rows.append(dump_row(tokens, sampled[part], rollout[i, part], old[i, part], step=step))
+            if supports is not None:
+                add_supports(rows[-1:], [supports[i].at(part)])
     return rows

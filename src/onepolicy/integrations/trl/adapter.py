@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,21 +21,36 @@ from onepolicy.integrations.core.metrics import (
     replay_metrics,
     routing_metrics,
 )
+from onepolicy.integrations.core.supports import add_supports
 from onepolicy.integrations.trl.correction import (
     correct_generation,
     correct_micro_batch,
 )
 from onepolicy.integrations.trl.own_model import own_rollouts
-from onepolicy.integrations.trl.preflight import trl_scores
+from onepolicy.integrations.trl.preflight import (
+    sampling_of,
+    scores_over_supports,
+    top_k_of,
+    trl_scores,
+)
 from onepolicy.integrations.trl.ranks import gather_json
 from onepolicy.integrations.trl.route_book import RouteBook
 from onepolicy.integrations.trl.settings import TrlSettings
+from onepolicy.integrations.trl.supports import (
+    NONE_RETURNED,
+    SUPPORTS,
+    SupportScorer,
+    check_completions,
+    likeliest_of,
+    supports_of_rollout,
+)
 from onepolicy.integrations.trl.vllm_routes import (
     watch_client,
     watch_colocated,
     watch_generation,
 )
 from onepolicy.record.export.trl import StepDump, response_mask, response_rows
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import RoutingTrace
 
 Trace = RoutingTrace | None
@@ -66,6 +81,8 @@ class Generation:
     entropy: Tensor | None = None  # [B, T]
     native: list[Trace] = field(default_factory=list)  # the routers' own choice
     dropped: int = 0  # samples whose routes were wrong, and are None in `traces` now
+    supports: list[SupportTrace] | None = None  # of the completions, where sampling was cut
+    logp_vocabulary: Tensor | None = None  # [B, T] float32, if there are supports
 
 
 class TrlAdapter:
@@ -87,6 +104,9 @@ class TrlAdapter:
         self._in_training_forward = settings.scoring != "always" and not trl_scores(trainer)
         self._generation: Generation | None = None
         self._micro_batch: dict[str, Any] | None = None
+        self._supports = False
+        self._scorer = SupportScorer(trainer)
+        self._over: Sequence[SupportTrace] | None = None  # supports of the batch at hand
         self._generations = 0
         name = getattr(trainer.model, "active_adapter", None)
         self._peft_adapter = name if isinstance(name, str) else None
@@ -94,6 +114,7 @@ class TrlAdapter:
     def install(self) -> None:
         """Put the wrappers in the place of the trainer's methods, and watch its sampler."""
         trainer = self._trainer
+        self._supports = scores_over_supports(trainer)
         self._dump = None
         if self._settings.dump is not None:
             self._dump = StepDump(trainer, self._settings.dump)
@@ -116,7 +137,10 @@ class TrlAdapter:
         if self._armed is not None and hasattr(generation, "vllm_client"):
             watch_client(generation.vllm_client, self._book)
         if hasattr(generation, "generate"):
-            watch_generation(generation, self._book)
+            if self._supports:
+                top_k = top_k_of(sampling_of(self._trainer))
+                generation.logprobs = likeliest_of(self._trainer, top_k)
+            watch_generation(generation, self._book, supports=self._supports)
 
     # Sampling
 
@@ -124,15 +148,25 @@ class TrlAdapter:
         """Run TRL's `_generate` and keep the routes of its samples."""
         self._book.clear()
         made = self._generate(prompts)
-        payloads = None
+        payloads = supports = tool_mask = None
         if len(made) > 5:  # GRPO; the fields that a rollout_func returned beside its tokens
-            payloads = made[5].pop(ROUTES, None)
+            payloads, supports = made[5].pop(ROUTES, None), made[5].pop(SUPPORTS, None)
+            tool_mask = made[2]
         if self._generation is None:
             return made
         prompt_ids, completion_ids = made[:2]
         if payloads is not None:
             self._add_payloads(prompt_ids, completion_ids, payloads)
         self._generation.logp_rollout = self._book.logps(prompt_ids, completion_ids)
+        if supports is not None:
+            self._over = supports_of_rollout(supports, completion_ids)
+        elif self._supports and getattr(self._trainer, "rollout_func", None) is None:
+            self._over = self._book.supports(prompt_ids, completion_ids)
+        elif self._supports and self._settings.correction is not None:
+            raise UsageError(NONE_RETURNED)
+        if self._over is not None:
+            check_completions(self._over, completion_ids, tool_mask)
+            self._generation.supports = list(self._over)
         if self._armed is not None:
             self._generation.traces = self._book.traces(prompt_ids, completion_ids)
             self._check_routes(self._generation.traces)
@@ -147,7 +181,10 @@ class TrlAdapter:
         batched = trainer.use_transformers_continuous_batching
         if self._generation is None or trainer.use_vllm or batched:
             return self._single_turn(prompt_ids, *args, **kwargs)
-        with own_rollouts(trainer.model, self._routers, trainer.temperature) as own:
+        recording = own_rollouts(
+            trainer.model, self._routers, trainer.temperature, supports=self._supports
+        )
+        with recording as own:
             made = self._single_turn(prompt_ids, *args, **kwargs)
         completions = made
         if isinstance(made, tuple):
@@ -157,8 +194,12 @@ class TrlAdapter:
         traces: list[Trace] = [None] * len(logps)
         if own.traces is not None:
             traces = list(own.traces)
-        for prompt, ids, logp, trace in zip(prompt_ids, completions, logps, traces, strict=True):
-            self._book.add(prompt, ids, routes=trace, logp=logp)
+        supports: list[SupportTrace | None] = [None] * len(logps)
+        if own.supports is not None:
+            supports = list(own.supports)
+        paths = zip(prompt_ids, completions, traces, logps, supports, strict=True)
+        for prompt, ids, trace, logp, support in paths:
+            self._book.add(prompt, ids, routes=trace, logp=logp, support=support)
         if isinstance(made, tuple) and made[1] is None:
             return completions, logps
         return made
@@ -212,14 +253,23 @@ class TrlAdapter:
             made = self._generate_and_score(inputs)
             if self._adds_scoring:
                 self._score(made)
-        finally:
             self._generation = None
-        if SAMPLED not in made and generation.logp_rollout is not None:
-            made[SAMPLED] = _padded(generation.logp_rollout, made["completion_ids"])
-        self._finish(made, generation, step)
+            if SAMPLED not in made and generation.logp_rollout is not None:
+                made[SAMPLED] = _padded(generation.logp_rollout, made["completion_ids"])
+            self._finish(made, generation, step)
+        finally:
+            self._generation = self._over = None
         if self._armed is not None:
             made[ROUTES] = generation.traces
+        if generation.supports is not None:
+            made[SUPPORTS] = generation.supports
         return made
+
+    def _run_logps(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run TRL's method, or ours where the batch at hand has supports."""
+        if self._over is None:
+            return self._logps(model, *args, **kwargs)
+        return self._scorer.score(self._over, model, *args, **kwargs)
 
     def per_token_logps(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Run TRL's `_get_per_token_logps_and_entropies`, replaying where the policy runs."""
@@ -227,11 +277,12 @@ class TrlAdapter:
             return self._training_forward(self._micro_batch, model, *args, **kwargs)
         generation = self._generation
         if generation is None or self._is_reference(model):
-            return self._logps(model, *args, **kwargs)
+            return self._run_logps(model, *args, **kwargs)
         kwargs["compute_entropy"] = True
         without = sum(trace is None for trace in generation.traces)
         with self._replaying(generation.traces, native=True) as native:
-            found = self._logps(model, *args, **kwargs)
+            found = self._run_logps(model, *args, **kwargs)
+        generation.logp_vocabulary = self._scorer.logp_vocabulary
         generation.logp, generation.entropy = found[:2]
         generation.native = native
         generation.dropped = sum(trace is None for trace in generation.traces) - without
@@ -365,8 +416,12 @@ class TrlAdapter:
             if values is not None:
                 columns[name] = values
         rows = response_rows(made, columns, step, self._dump.rewards(len(made["completion_ids"])))
+        kept = made["completion_mask"].any(1).nonzero()[:, 0].tolist()
+        if generation.supports is not None:
+            assert generation.logp_vocabulary is not None
+            supports = [generation.supports[i] for i in kept]
+            add_supports(rows, supports, generation.logp_vocabulary[kept].cpu())
         if generation.native:
-            kept = made["completion_mask"].any(1).nonzero()[:, 0].tolist()
             prompts = made["prompt_mask"].sum(1).tolist()
             add_routes(
                 rows,
@@ -383,17 +438,18 @@ class TrlAdapter:
         if not self._trainer.model.training:
             return self._loss(model, inputs)
         self._micro_batch = dict(inputs)
+        self._over = self._micro_batch.pop(SUPPORTS, None)
         try:
             return self._loss(model, self._micro_batch)
         finally:
-            self._micro_batch = None
+            self._micro_batch = self._over = None
 
     def _training_forward(self, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Run the forward with gradient, and correct before TRL computes the loss from it."""
         measure = self._in_training_forward
         traces = inputs.get(ROUTES, [])
         with self._replaying(traces, native=measure) as native:
-            found = self._logps(*args, **kwargs)
+            found = self._run_logps(*args, **kwargs)
         logp_rollout, config = inputs.get(SAMPLED), self._settings.correction
         if logp_rollout is None:
             return found

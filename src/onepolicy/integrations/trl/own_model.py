@@ -1,4 +1,4 @@
-"""Routes and log-probabilities of rollouts that the trainer's own model samples.
+"""Routes, log-probabilities and supports of rollouts that the trainer's own model samples.
 
 TRL's default without vLLM is `model.generate`, which returns tokens only.
 """
@@ -18,6 +18,7 @@ from onepolicy.config import UsageError
 from onepolicy.replay.padding import routes_of_generate
 from onepolicy.replay.routers import Routers
 from onepolicy.replay.topk_hook import override_attribute
+from onepolicy.support.trace import KeptSet, SupportTrace, kept_sets
 from onepolicy.types import RoutingTrace
 
 
@@ -27,6 +28,7 @@ class OwnRollouts:
 
     traces: list[RoutingTrace] | None = None  # of prompt and completion; None: not recorded
     logp: list[list[float]] | None = None  # of the completion, with the fill after its end
+    supports: list[SupportTrace] | None = None  # of the same tokens; None: not recorded
 
 
 class SampledLogprobs(LogitsProcessor):
@@ -46,8 +48,11 @@ class SampledLogprobs(LogitsProcessor):
         """Keep the distribution of the next token. Return `scores` [B, V] unchanged."""
         self._calls, self._seen = self._calls + 1, len(input_ids)
         self._take(input_ids)
-        self._last = (scores.float() / self._temperature).log_softmax(-1)
+        self._last = self._distribution(scores)
         return scores
+
+    def _distribution(self, scores: Tensor) -> Tensor:
+        return (scores.float() / self._temperature).log_softmax(-1)
 
     def of(self, sequences: Tensor, prompt: int) -> list[list[float]]:
         """Return the log-probabilities of the tokens after the prompt's in `sequences` [B, S].
@@ -74,9 +79,47 @@ class SampledLogprobs(LogitsProcessor):
             self._logp.append(self._last.gather(1, sequences[:, -1:]))
 
 
+class SampledSupports(SampledLogprobs):
+    """The same over the tokens that are left, and which these are: it stands last in the list."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self._kept: list[list[KeptSet]] = []  # of each call, of each of B rows
+
+    def _distribution(self, scores: Tensor) -> Tensor:
+        self._kept.append(kept_sets(scores.isfinite()))
+        return scores.float().log_softmax(-1)
+
+    def supports(self, rows: int, tokens: int) -> list[SupportTrace]:
+        """Return the supports of `tokens` tokens of each row."""
+        kept = self._kept[:tokens]
+        return [SupportTrace.join([each[row] for each in kept]) for row in range(rows)]
+
+
+@contextmanager
+def _standing(processor: SampledLogprobs, model: nn.Module) -> Iterator[LogitsProcessorList]:
+    """Yield the list to hand to generate(), in which the processor has its place.
+
+    transformers puts a caller's processors before its temperature, top-k, top-p and min-p.
+    """
+    if not isinstance(processor, SampledSupports):
+        yield LogitsProcessorList([processor])
+        return
+    base: Any = model
+    if hasattr(base, "get_base_model"):
+        base = base.get_base_model()
+    original = base._get_logits_processor
+
+    def with_ours_last(*args: Any, **kwargs: Any) -> Any:
+        return LogitsProcessorList([*original(*args, **kwargs), processor])
+
+    with override_attribute("_get_logits_processor", [(base, with_ours_last)]):
+        yield LogitsProcessorList()
+
+
 @contextmanager
 def own_rollouts(
-    model: nn.Module, routers: Routers | None, temperature: float
+    model: nn.Module, routers: Routers | None, temperature: float, *, supports: bool = False
 ) -> Iterator[OwnRollouts]:
     """Record the one `generate()` that `model` runs in this context.
 
@@ -84,19 +127,23 @@ def own_rollouts(
         model: the object whose `generate` TRL calls.
         routers: of the model; None: record no routes.
         temperature: of the sampler.
+        supports: record the tokens that top-k, top-p and min-p left; log-probabilities are those
+            over them.
     """
     found = OwnRollouts()
     original: Any = model.generate
 
     def generate(*args: Any, **kwargs: Any) -> Tensor:
         logprobs, recording = SampledLogprobs(temperature), nullcontext()
+        if supports:
+            logprobs = SampledSupports()
         if routers is not None:
             recording = routers.record()  # type: ignore[assignment]
-        with recording as tape:
-            sequences: Tensor = original(
-                *args, **kwargs, logits_processor=LogitsProcessorList([logprobs])
-            )
+        with recording as tape, _standing(logprobs, model) as processors:
+            sequences: Tensor = original(*args, **kwargs, logits_processor=processors)
         found.logp = logprobs.of(sequences, kwargs["input_ids"].shape[1])
+        if isinstance(logprobs, SampledSupports):
+            found.supports = logprobs.supports(len(sequences), len(found.logp[0]))
         if tape is not None:
             traces = routes_of_generate(tape, sequences, kwargs["attention_mask"])
             found.traces = [trace.to("cpu") for trace in traces]

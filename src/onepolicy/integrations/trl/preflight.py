@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from onepolicy.config import CorrectionConfig
 from onepolicy.integrations.core.advantages import needs_whole_step
 from onepolicy.integrations.core.preflight import Preflight
-from onepolicy.integrations.core.sampling import LISTED, Sampled, check_sampling, settings_of
+from onepolicy.integrations.core.sampling import (
+    LISTED,
+    Sampled,
+    check_sampling,
+    cuts,
+    settings_of,
+)
 from onepolicy.integrations.trl.correction import has_one_weight_a_sequence
 from onepolicy.integrations.trl.settings import TrlSettings
+from onepolicy.integrations.trl.supports import SUPPORTS, why_not
 from onepolicy.integrations.trl.vllm_routes import returns_routes
 
 METHODS = (
@@ -48,15 +55,25 @@ def check_trainer(trainer: Any, settings: TrlSettings) -> Preflight:
         _check_engine(trainer, report)
     if settings.correction is not None:
         _check_correction(trainer, settings, settings.correction, report)
+    sampled, no_supports = list(sampling_of(trainer)), ""
+    cut = cuts(sampled)
+    if cut:
+        no_supports = why_not(trainer, top_k_of(sampled))
     check_sampling(
         report,
-        sampling_of(trainer),
+        sampled,
         settings.correction,
         scored_at=getattr(trainer, "temperature", None),
         recorded=samples_itself(trainer),
-        no_supports="TRL takes no tokens that they leave from its engines",
+        over_supports=cut and not no_supports,
+        no_supports=no_supports,
         leave_out="`correction`",
     )
+    if cut and not no_supports:
+        where = "the tokens that they left"
+        if getattr(trainer, "rollout_func", None) is not None:
+            where = f'those of rollout_func, under the key "{SUPPORTS}"'
+        report.note(f"top_p, top_k or min_p cut the sampling: TRL's softmax is over {where}")
     _check_scoring(trainer, settings, report)
     report.finish()
     return report
@@ -278,6 +295,18 @@ def config_of(trainer: Any) -> str:
 def samples_itself(trainer: Any) -> bool:
     """Return whether the trainer's own model samples."""
     return not trainer.use_vllm and getattr(trainer, "rollout_func", None) is None
+
+
+def scores_over_supports(trainer: Any) -> bool:
+    """Return whether tokens are drawn from a part of the vocabulary, and the trainer gets it."""
+    sampled = list(sampling_of(trainer))
+    return cuts(sampled) and not why_not(trainer, top_k_of(sampled))
+
+
+def top_k_of(sampled: Iterable[Sampled]) -> int:
+    """Return the top_k of these settings, 0 if there is none."""
+    found = [one.value for one in sampled if one.name == "top_k"]
+    return max([0, *found])
 
 
 def sampling_of(trainer: Any) -> Iterator[Sampled]:

@@ -1,4 +1,4 @@
-"""Routes and log-probabilities of one generation, by the tokens that they belong to.
+"""Routes, log-probabilities and supports of one generation, by the tokens that they belong to.
 
 TRL has no place for them on the way from its samplers to its batch. With tools it calls the sampler
 once per turn, with the whole path so far as the prompt, and cuts what exceeds its budget. So an
@@ -15,7 +15,9 @@ from typing import Any
 
 from onepolicy.integrations.core.layout import fit
 from onepolicy.integrations.core.payload import to_trace
+from onepolicy.integrations.core.supports import fit_support
 from onepolicy.replay.routers import Routers
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import RoutingTrace
 
 
@@ -27,6 +29,7 @@ class SampledPath:
     prompt: int  # tokens of the prompt
     routes: Any = None  # in the sampler's form, or a RoutingTrace
     logp: Sequence[float | None] | None = None  # of the completion
+    support: SupportTrace | None = None  # of the completion
 
 
 class RouteBook:
@@ -53,10 +56,11 @@ class RouteBook:
         *,
         routes: Any = None,
         logp: Sequence[float | None] | None = None,
+        support: SupportTrace | None = None,
     ) -> None:
-        """Add one call's path with its routes or log-probabilities, or both."""
+        """Add one call's path with what is known of it."""
         tokens = (*prompt, *completion)
-        self._paths.append(SampledPath(tokens, len(prompt), routes, logp))
+        self._paths.append(SampledPath(tokens, len(prompt), routes, logp, support))
 
     def entries(self) -> list[SampledPath]:
         """Return the paths, in the order in which they were added."""
@@ -102,6 +106,20 @@ class RouteBook:
             if path is None or path.logp is None or len(path.logp) < len(completion):
                 return None
             found.append(path.logp[: len(completion)])
+        return found
+
+    def supports(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+    ) -> list[SupportTrace]:
+        """Return each sample's supports, missing where no path has them. As `logps`."""
+        known = _PathFinder([path for path in self._paths if path.support is not None])
+        found = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            path = known.take((*prompt, *completion))
+            support = SupportTrace.missing(len(completion))
+            if path is not None and path.support is not None:
+                support = fit_support(path.support, len(completion))
+            found.append(support)
         return found
 
     def _trace(self, path: SampledPath, rows: int) -> RoutingTrace:

@@ -1,4 +1,4 @@
-"""Routes of TRL's two vLLM modes, which TRL itself neither asks for nor keeps.
+"""Routes and supports of TRL's two vLLM modes, which TRL itself neither asks for nor keeps.
 
 Colocate: TRL builds `LLM(...)` from a fixed list of arguments in the trainer's constructor, so the
 name is replaced while the trainer is built. Server: start it with --enable-return-routed-experts;
@@ -15,6 +15,8 @@ from typing import Any
 from onepolicy.config import UsageError
 from onepolicy.integrations.trl.ranks import gather_json
 from onepolicy.integrations.trl.route_book import RouteBook, SampledPath
+from onepolicy.integrations.trl.supports import Likeliest
+from onepolicy.support.trace import SupportTrace
 
 COMPLETIONS = ("/v1/completions", "/inference/v1/generate")
 
@@ -29,7 +31,8 @@ def routed_vllm(**arguments: Any) -> Iterator[None]:
 
     Args:
         arguments: more arguments of `LLM`, for which TRL has no setting. The CPU build of vLLM
-            records routes with `enforce_eager=True` only.
+            records routes with `enforce_eager=True` only. Without `max_logprobs` there is no limit,
+            as supports need more than vLLM's 20.
 
     Raises:
         UsageError: vLLM is not installed.
@@ -39,9 +42,8 @@ def routed_vllm(**arguments: Any) -> Iterator[None]:
     original = getattr(vllm_generation, "LLM", None)
     if original is None:
         raise UsageError("routed_vllm: TRL found no vLLM; pip install 'trl[vllm]'")
-    vllm_generation.LLM = functools.partial(
-        original, enable_return_routed_experts=True, **arguments
-    )
+    arguments = {"max_logprobs": -1, "enable_return_routed_experts": True} | arguments
+    vllm_generation.LLM = functools.partial(original, **arguments)
     try:
         yield
     finally:
@@ -90,10 +92,11 @@ def _add_choice(book: RouteBook, choice: Mapping[str, Any], request: Mapping[str
         book.add(prompt, choice["token_ids"], routes=choice.get("routed_experts"))
 
 
-def watch_generation(generation: Any, book: RouteBook) -> None:
+def watch_generation(generation: Any, book: RouteBook, *, supports: bool) -> None:
     """Add the log-probabilities of every later call of TRL's VLLMGeneration to the book.
 
     In server mode only the main process talks to the server; the others get its routes here.
+    supports: it returns the likeliest tokens (`ask_vllm`), of which TRL then gets the sampled one.
     """
     original = generation.generate
     is_server = generation.mode == "server"
@@ -103,10 +106,20 @@ def watch_generation(generation: Any, book: RouteBook) -> None:
         if is_server and generation.accelerator.num_processes > 1:
             _share_entries(generation.accelerator, book)
         prompts, completions, logprobs = made[:3]
-        if logprobs is not None:
-            for prompt, completion, values in zip(prompts, completions, logprobs, strict=True):
-                book.add(prompt, completion, logp=[value[0] for value in values])
-        return made
+        if logprobs is None:
+            return made
+        sampled = [[value[0] for value in values] for values in logprobs]
+        kept: list[SupportTrace | None] = [None] * len(sampled)
+        if supports:
+            listed = [Likeliest(*each) for each in zip(logprobs, made[3], strict=True)]
+            kept = [each.support() for each in listed]
+            sampled = [one.of(ids) for one, ids in zip(listed, completions, strict=True)]
+        for path in zip(prompts, completions, sampled, kept, strict=True):
+            book.add(*path[:2], logp=path[2], support=path[3])
+        if not supports:
+            return made
+        of_sampled = [[[token] for token in ids] for ids in completions]
+        return prompts, completions, [[[each] for each in row] for row in sampled], of_sampled
 
     generation.generate = generate
 

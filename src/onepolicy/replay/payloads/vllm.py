@@ -34,6 +34,8 @@ Version = tuple[int, int]
 NEWEST_VERSION = "0.33"
 ALL_ZERO_ISSUE = "https://github.com/vllm-project/vllm/issues/54730"
 LARGEST_ID = 2**31 - 1
+NO_LOGP = -9999.0
+"""Value of its servers for a missing log-probability, and for minus infinity."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,11 @@ FORWARD, TIS = {"scoring": "training-forward"}, {"correction": "tis"}
 REFUSED = [
     ({"router_aux_loss_coef": None}, {}, r"router loss off: router_aux_loss_coef = 0\.01"),
     ({"torch_compile": True}, {}, "model not compiled"),
-    ({"top_p": 0.9}, TIS, r"whole distribution sampled: GRPOConfig\(top_p=0\.9\)"),
-    ({"generation_kwargs": {"top_p": 0.9}}, TIS, r'sampled: generation_kwargs\["top_p"\]=0\.9'),
+    (
+        {"generation_kwargs": {"typical_p": 0.9}},
+        TIS,
+        r'whole distribution sampled: generation_kwargs\["typical_p"\]=0\.9',
+    ),
     (
         {"generation_kwargs": {"num_beams": 2}},
         {},

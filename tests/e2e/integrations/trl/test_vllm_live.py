@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
+from onepolicy.audit.run import audit
 from support.scripts import run_script
 
 pytestmark = [pytest.mark.trl, pytest.mark.process]
@@ -32,3 +34,20 @@ def test_trls_log_probabilities_are_those_that_were_measured(log):
         assert row["mismatch/mean_dlogp"] == pytest.approx(
             row["sampling/sampling_logp_difference/mean"], rel=1e-3
         )
+
+
+def test_top_p_is_scored_over_what_vllm_kept(tmp_path):
+    """Ratios are those of uncut sampling: 1 but for rounding. Routes are replayed beside them."""
+    pytest.importorskip("vllm")
+    run_script("trl/colocate.py", tmp_path, "cut")
+    log = json.loads((tmp_path / "log.json").read_text())
+    assert len(log) == 3
+    for row in log:
+        assert row["replay/missing_samples"] == 0
+        assert row["mismatch/k3"] < 1e-3
+        assert abs(row["correction/ratio_mean"] - 1) < 0.01
+    found = audit(tmp_path / "dump", {})
+    assert found.verdict.action == "nothing", found.verdict.text()
+    rows = pq.read_table(sorted((tmp_path / "dump").iterdir())[0]).to_pylist()
+    sizes = [count for row in rows for count in row["support_counts"]]
+    assert 1 <= min(sizes) < max(sizes) <= 20

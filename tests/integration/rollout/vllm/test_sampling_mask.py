@@ -59,6 +59,13 @@ def test_other_sets_are_refused(fake, sets, words):
         one(engine, **ASKED)
 
 
+def test_a_server_of_few_log_probabilities_is_refused_with_its_option(fake):
+    """vLLM's default is 20, of which the sampled token takes one; top_k 3 needs 22."""
+    fake.told = {"max_logprobs": 20}
+    with pytest.raises(UsageError, match=r"up to 22 .* at most 19; .* --max-logprobs 23"):
+        one(connected(fake), **ASKED)
+
+
 def test_the_mask_has_the_ties_that_a_list_cuts():
     """Five tokens tie at top_k = 2, of which a list of four has four."""
     logp = torch.full((1, 4), 0.2).log()

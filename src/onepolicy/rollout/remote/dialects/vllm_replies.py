@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.replay.payloads.vllm import RoutePayloadFormat, request_trace
+from onepolicy.replay.payloads.vllm import NO_LOGP, RoutePayloadFormat, request_trace
 from onepolicy.rollout.remote.dialect import ModelShape, Request
 from onepolicy.rollout.remote.replies import (
     Count,
@@ -32,14 +32,10 @@ from onepolicy.rollout.remote.replies import (
     logprob_tensor,
     top_tokens_tensors,
 )
-from onepolicy.support.trace import SupportTrace
+from onepolicy.support.trace import SupportTrace, likeliest_needed
 from onepolicy.types import Completion, RoutingTrace, Sampling
 
-NO_LOGP = -9999.0  # vLLM's value for a missing log-probability, and for minus infinity
 TOKEN_PREFIX = "token_id:"
-TIES = 16
-"""Tokens asked for beside twice top_k, which keeps all that tie with its last one: logits of
-bfloat16 have few values."""
 
 
 class _Entry(TypedDict):
@@ -94,7 +90,7 @@ def requested_logprobs(sampling: Sampling, vocab: int) -> int:
     wanted = sampling.top_logprobs
     if sampling.support:
         assert sampling.top_k, "a rule of the settings bounds the support"
-        wanted = max(wanted, min(2 * sampling.top_k + TIES, vocab))
+        wanted = max(wanted, min(likeliest_needed(sampling.top_k), vocab))
     return wanted
 
 
