@@ -28,8 +28,10 @@ from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.layers import (
     Router,
     find_routers,
+    layer_stacks,
     masks_combine_weights,
     refuse_unknown_sharding,
+    transformers_model,
 )
 from onepolicy.replay.private_names import check_private_names
 from onepolicy.replay.recompute import check_checkpoints
@@ -98,7 +100,7 @@ class Routers(BoundRouters):
         self.layers = tuple(router.layer for router in routers)
         self.num_experts = routers[0].num_experts
         self.top_k = routers[0].top_k
-        self._stacks = _layer_stacks(model, routers)
+        self._stacks = layer_stacks(model, routers)
 
     @cached_property
     def _checks(self) -> SampleChecks:
@@ -341,7 +343,7 @@ def bind_routers(model: nn.Module) -> Routers:
     """
     check_private_names()
     check_checkpoints()
-    inner = _transformers_model(model)
+    inner = transformers_model(model)
     routers = find_routers(inner)
     refuse_unknown_sharding(inner, routers, wrapper=model)
     return Routers(inner, routers)
@@ -354,18 +356,6 @@ def _decoder_layer(model: nn.Module, router: Router) -> nn.Module:
     return model.get_submodule(".".join(parts[: index + 1]))
 
 
-def _layer_stacks(model: Any, routers: Sequence[Router]) -> tuple[tuple[nn.ModuleList, int], ...]:
-    """Return the lists of layers that the routers are in, with their lengths now."""
-    stacks = {}
-    for router in routers:
-        parts = router.path.split(".")
-        above = (model.get_submodule(".".join(parts[:n])) for n in range(1, len(parts)))
-        outermost = next((module for module in above if isinstance(module, nn.ModuleList)), None)
-        if outermost is not None:
-            stacks[id(outermost)] = outermost, len(outermost)
-    return tuple(stacks.values())
-
-
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
@@ -375,28 +365,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _transformers_model(model: nn.Module) -> nn.Module:
-    """Return the model, or the one inside a wrapper that does not show its config (as DDP)."""
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"bind_routers: expected a model, got {type(model).__name__}")
-    if hasattr(model, "config"):
-        return model
-    # Not at the top: a vLLM server imports this file, and brings a transformers of its own.
-    from transformers import PreTrainedModel
-
-    inner = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, PreTrainedModel)
-    }
-    outermost = [path for path in inner if not any(path.startswith(f"{up}.") for up in inner)]
-    if len(outermost) > 1:
-        raise UsageError(
-            f"{type(model).__name__} holds several models, {', '.join(outermost)}; bind the one to "
-            "replay"
-        )
-    if not outermost:
-        return model
-    return inner[outermost[0]]

@@ -24,6 +24,7 @@ from onepolicy.objective.loss import loss_weights, policy_loss
 from onepolicy.replay.routers import Routers
 from onepolicy.train import checkpoint, pack
 from onepolicy.train.activation_checkpointing import checkpoint_activations
+from onepolicy.train.bypass import scoring_of
 from onepolicy.train.checks import check_batch
 from onepolicy.train.optim import (
     clip_gradients,
@@ -33,7 +34,6 @@ from onepolicy.train.optim import (
 )
 from onepolicy.train.optimizers import adamw
 from onepolicy.train.scorer import PolicyScorer
-from onepolicy.train.scoring import scoring_of
 from onepolicy.train.update_parts import Measured, MicroBatch, UpdatePart
 from onepolicy.types import TokenBatch
 
