@@ -224,7 +224,7 @@ def constant_layers(trace: RoutingTrace, bounds: Tensor | None = None) -> Tensor
 
     Such a layer was not captured, or its router has collapsed onto these experts, or all tokens of
     the sample are equal. Only the trainer's own choice tells these apart
-    (`alignment.check_captured`). Samples too short for that to mean anything give False.
+    (`windows.check_captured`). Samples too short for that to mean anything give False.
 
     bounds [S + 1] int64: first row of every packed sample, then T; None for one sample.
     """
@@ -265,7 +265,7 @@ def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:
 
     Such rows were not captured: a padded batch, a stale buffer. Equal tokens may have equal routes,
     because a run of one token converges to one hidden state. Where all rows are the same, every
-    router may have collapsed, which `alignment.check_captured` finds out. Repetitions of a layer
+    router may have collapsed, which `windows.check_captured` finds out. Repetitions of a layer
     whose experts often stay while those of another change say little.
     """
     words, both = row_words(trace.ids), trace.valid[1:] & trace.valid[:-1]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onepolicy.config import TrainingError
 from onepolicy.divergence.breakdown import metrics_per_turn
-from onepolicy.divergence.logprob import Mismatch, compare_tokens
+from onepolicy.divergence.compare import Mismatch, compare_tokens
 from onepolicy.divergence.routing import RoutingDisagreement, routing_disagreement
 from onepolicy.types import TokenBatch
 
