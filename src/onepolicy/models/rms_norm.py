@@ -1,4 +1,4 @@
-"""Which norms of a model are RMSNorms that `few_passes.py` computes: tried, not looked up.
+"""The RMSNorms of a model that `few_passes.py` computes: found by trial, not by name.
 
 Gemma and Qwen3.5 keep a scale less 1.
 """

@@ -1,4 +1,4 @@
-"""Which attention turns queries and keys as `few_passes.py` does: tried, not looked up."""
+"""The attention that turns queries and keys as `few_passes.py` does: found by trial."""
 
 from __future__ import annotations
 

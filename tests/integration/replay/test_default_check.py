@@ -231,7 +231,7 @@ def test_a_known_trace_has_a_row_for_every_token(model, routers, own) -> None:
     wrong = _given(own, own.ids.roll(1, 0))
     with torch.no_grad(), routers.replay_known(wrong, native=True) as replayed:
         model(input_ids=IDS)
-    assert replayed.native() == own
+    assert torch.equal(replayed.native().ids[:, 0], own.ids[:, 0])  # later layers see other sums
     short = own.at(slice(0, ROWS - 1))
     with pytest.raises(RoutingError, match="has 95 rows"), routers.replay_known(short):
         model(input_ids=IDS)

@@ -1,4 +1,4 @@
-"""Which layers of a model decode as functions (`plain_layer.py`), and with which operators.
+"""The layers of a model that decode as functions (`plain_layer.py`), and their operators.
 
 Whether a layer is plain is not looked up but tried: it must compute the same bits both ways.
 """
