@@ -232,8 +232,8 @@ def test_a_known_trace_has_a_row_for_every_token(model, routers, own) -> None:
     with torch.no_grad(), routers.replay_known(wrong, native=True) as replayed:
         model(input_ids=IDS)
     assert torch.equal(replayed.native().ids[:, 0], own.ids[:, 0])  # later layers see other sums
-    short = own.at(slice(0, ROWS - 1))
-    with pytest.raises(RoutingError, match="has 95 rows"), routers.replay_known(short):
+    short = routers.replay_known(own.at(slice(0, ROWS - 1)), native=True)
+    with pytest.raises(RoutingError, match="has 95 rows"), short:
         model(input_ids=IDS)
     with pytest.raises(RoutingError, match="was not called"), routers.replay_known(own):
         pass
