@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from doc_tables import Number, replace_rows
@@ -150,8 +149,7 @@ def _unchecked(routers: Routers, ids: Tensor) -> Iterator[None]:
     trace = RoutingTrace(
         ids, torch.ones(len(ids), dtype=torch.bool), routers.layers, routers.num_experts
     )
-    unchecked = routers.replay(trace, check=False)
-    with patch("onepolicy.replay.routers.check_trace"), unchecked:
+    with routers.replay_known(trace):
         yield
 
 

@@ -78,7 +78,7 @@ class Kernel:
 
 KERNELS = {
     "plain_layers": Kernel(
-        ("rollout/hf/plain_layers.py",),
+        ("rollout/hf/plain_layers.py", "rollout/hf/plain_layer.py"),
         ("step", "engine"),
         {"rollout.hf.plain_layers.use_plain_layers": nothing},
         "rollout/hf/prepare.py _decode_by_functions",
@@ -90,7 +90,7 @@ KERNELS = {
         "models/prepare.py, train/dry_run.py",
     ),
     "rms_norm": Kernel(
-        ("models/rms_norm.py",),  # its fused part, for a GPU, stays
+        ("models/rms_norm.py", "models/few_passes.py"),  # the fused part, for a GPU, stays
         ("step",),
         {"models.rms_norm.use_few_passes": nothing},
         "models/prepare.py, train/dry_run.py",
@@ -112,7 +112,7 @@ KERNELS = {
         ("step", "engine"),
         {
             "models.decode_experts.use_decode_experts": transformers_experts,
-            "rollout.hf.plain_layers._plain_experts": nothing,
+            "rollout.hf.plain_layer._plain_experts": nothing,
         },
         "rollout/hf/engine.py; plain_layers and invariant/experts.py compute with it",
     ),

@@ -60,8 +60,9 @@ from onepolicy.models.buckets import BucketedPacking  # noqa: E402
 from onepolicy.models.load import load_model  # noqa: E402
 from onepolicy.models.prepare import prepare_for_training  # noqa: E402
 from onepolicy.objective.advantages import compute_outcomes  # noqa: E402
-from onepolicy.replay.alignment import check_alignment, window_starts  # noqa: E402
+from onepolicy.replay.alignment import check_alignment  # noqa: E402
 from onepolicy.replay.checks import RoutingError  # noqa: E402
+from onepolicy.replay.windows import window_starts  # noqa: E402
 from onepolicy.rollout.collect import collect_rollouts  # noqa: E402
 from onepolicy.run.step_metrics import mismatch_metrics  # noqa: E402
 from onepolicy.sync.push import push_weights  # noqa: E402

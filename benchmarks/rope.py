@@ -1,4 +1,4 @@
-"""Rotary embeddings of the trainer on a CPU: `models/rotary.py` beside transformers' own function.
+"""Rotary embeddings on a CPU: `models/few_passes.py` beside transformers' own function.
 
     python benchmarks/rope.py --rounds 21
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
 
-from onepolicy.models.rotary import RotaryFunction
+from onepolicy.models.few_passes import RotaryFunction
 
 
 def few_passes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 
 from onepolicy.divergence.routing import router_differences, routing_disagreement
-from onepolicy.replay.alignment import check_alignment, check_captured
+from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import RouteSpec, check_path
+from onepolicy.replay.windows import check_captured
 from onepolicy.types import RoutingTrace
 
 LAYERS, TOP_K, EXPERTS, SAMPLES, SLOTS = 48, 8, 128, 16, 1024

@@ -35,7 +35,7 @@ from turn_task import (
 
 from onepolicy.build.measure import build_engine_and_scorer
 from onepolicy.config import load
-from onepolicy.divergence.breakdown import TURNS, turn_bins, turn_name
+from onepolicy.divergence.breakdown import TURNS, metrics_per_turn, turn_bins, turn_name
 from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.envs.multiturn.tokenization import decode_tokens, encode_text
 from onepolicy.envs.multiturn.trajectory import Trajectory
@@ -44,7 +44,6 @@ from onepolicy.models.load import load_tokenizer
 from onepolicy.report.figures.groups import NATIVE, by_turn
 from onepolicy.report.png import write_figures
 from onepolicy.rollout.collect import request_seed
-from onepolicy.run.step_metrics import metrics_per_turn
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample, Sampling, TokenBatch
 

@@ -20,17 +20,10 @@ from onepolicy.correct.report import BINS, histogram
 from onepolicy.divergence.routing import differing_experts
 from onepolicy.nonfinite import LeftOut, Nonfinite
 from onepolicy.notation import number
+from onepolicy.record.means import NO_TOKEN, Mean, means_by
 from onepolicy.record.read import BY_SIZE, ReadLimits, read_dump
 from onepolicy.record.schema import Array, Scored
-from onepolicy.record.statistics import (
-    NO_TOKEN,
-    Mean,
-    RowSums,
-    Statistics,
-    k3_terms,
-    means_by,
-    row_starts,
-)
+from onepolicy.record.statistics import RowSums, Statistics, k3_terms, row_starts
 from onepolicy.verdict.rules import RECENT, ByRoutes
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST
 

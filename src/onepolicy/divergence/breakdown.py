@@ -12,7 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepolicy.record.statistics import Mean, k3_terms, means_by
+from onepolicy.divergence import attribution
+from onepolicy.record.means import Mean, means_by
+from onepolicy.record.statistics import k3_terms
+from onepolicy.types import TokenBatch
 
 PLACES = (0, 8, 32, 128, 512, 2048, 8192, 32768)
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
@@ -85,6 +88,41 @@ class Parts:
 def turn_bins(turn: Tensor) -> Tensor:  # [n] int64, from 0 -> [n] int64
     """Return the index into TURNS of each turn's bin."""
     return torch.bucketize(turn, torch.tensor(TURNS), right=True) - 1
+
+
+def metrics_per_turn(batch: TokenBatch) -> dict[str, float]:
+    """Return mismatch/k3_turn@k and train/tokens_turn@k of a scored batch.
+
+    These are k3 and the number of the tokens of turn k, up to the next bin.
+    """
+    turn = batch.turn[batch.trainable].long()
+    return _k3_by_bins(batch, turn, "mismatch/k3_turn", "train/tokens_turn")
+
+
+def metrics_per_staleness(batch: TokenBatch, version: int) -> dict[str, float]:
+    """Return mismatch/k3_staleness@k and staleness/tokens@k.
+
+    These are k3 and the number of the tokens that were sampled k updates before `version`, up to
+    the next bin. version: of the weights that scored the batch.
+    """
+    age = version - batch.version[batch.trainable].long()
+    return _k3_by_bins(batch, age, "mismatch/k3_staleness", "staleness/tokens")
+
+
+def _k3_by_bins(batch: TokenBatch, number: Tensor, k3: str, tokens: str) -> dict[str, float]:
+    """Return metrics `k3`@k and `tokens`@k of a scored batch.
+
+    number: [n] int64 of each trainable slot. Numbers below 0 are left out.
+    """
+    mask = batch.trainable.clone()
+    mask[mask.clone()] = number >= 0
+    number = number[number >= 0]
+    assert batch.logp_old is not None
+    terms = attribution.k3_terms(batch.logp_old[mask], batch.logp_rollout[mask])
+    given = (turn_bins(number), terms, batch.segment[mask])
+    found = means_by(*(each.detach().cpu().numpy() for each in given))
+    means = {f"{k3}@{TURNS[i]}": of_bin.mean for i, of_bin in found.items()}
+    return means | {f"{tokens}@{TURNS[i]}": float(each.tokens) for i, each in found.items()}
 
 
 def turn_name(start: int) -> str:

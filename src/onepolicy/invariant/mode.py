@@ -26,12 +26,13 @@ from onepolicy.invariant.delta_rule import delta_rule
 from onepolicy.invariant.strict import StrictMode, track_running_module
 from onepolicy.invariant.switch import STATE, TILE
 from onepolicy.models.buckets import BucketedPacking
+from onepolicy.models.few_passes import Replaced
 from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import unknown_layers
 from onepolicy.models.recurrent.conv import causal_conv
 from onepolicy.models.recurrent.layers import Recurrent, install_recurrent, operators
-from onepolicy.models.rms_norm import Replaced, own_class
+from onepolicy.models.rms_norm import own_class
 
 RECURRENT = {"causal_conv1d_fn": causal_conv, "torch_chunk_gated_delta_rule": delta_rule}
 """Operator of recurrent layers -> the invariant one."""

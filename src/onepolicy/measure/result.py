@@ -19,7 +19,7 @@ from onepolicy.config import RunConfig
 from onepolicy.correct.predict import predict
 from onepolicy.divergence.attribution import Waterfall
 from onepolicy.divergence.breakdown import Row, WorstToken
-from onepolicy.divergence.logprob import Mismatch
+from onepolicy.divergence.compare import Mismatch
 from onepolicy.files import replace_atomically, write_text_atomically
 from onepolicy.measure.attribution import Ablation, Explained
 from onepolicy.run.probe_file import record_tensors, routing_tensors

@@ -26,6 +26,7 @@ from onepolicy.models.packed_attention import (
     round_up,
     takes_flash,
 )
+from onepolicy.models.sinks import fraction_beside_sink
 
 # Fewest positions per row of the keys' table. On the CPU a cache row's length is a multiple of it.
 KEY_BLOCK = 64
@@ -263,7 +264,7 @@ def table_attention(
     scores = table_scores(q, key, step, bias=bias, scale=scale)
     out = table_values(scores.softmax(-1), value, step, key)
     if sinks is not None:
-        out = out * _fraction_beside_sink(scores, sinks)
+        out = out * fraction_beside_sink(scores, sinks)
     return out.view(*q.shape[:2], -1)
 
 
@@ -325,17 +326,8 @@ def _attend(
     out = torch.bmm(scores.softmax(-1).to(value.dtype), value.flatten(0, 1))
     out = out.view(*shape[:4], -1)
     if sinks is not None:
-        out = out * _fraction_beside_sink(scores.view(shape), sinks).to(out.dtype)
+        out = out * fraction_beside_sink(scores.view(shape), sinks).to(out.dtype)
     return out.permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, -1)
-
-
-def _fraction_beside_sink(scores: Tensor, sinks: Tensor) -> Tensor:
-    """Return the fraction of a softmax that a sink leaves to the keys.
-
-    The sink adds exp(sink) to the denominator. scores [V, G, R, Q, S] -> [V, G, R, Q, 1]
-    """
-    logit = sinks.float().view(*scores.shape[1:3], 1, 1)
-    return torch.sigmoid(scores.logsumexp(-1, keepdim=True) - logit)
 
 
 AttentionInterface.register(NAME, kv_cache_attention)

@@ -1,21 +1,15 @@
-"""Rotary embeddings (arXiv:2104.09864) in fewer passes over memory.
-
-transformers turns a vector by joining its swapped halves anew, and torch differentiates each cut
-and each join with zeros around them. The forward here does the same operations on the halves, so
-its bits are theirs. The backward is one formula, equal to rounding.
-"""
+"""The attention that turns queries and keys as `few_passes.py` does: found by trial."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import FunctionType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from onepolicy.models.few_passes import RotaryFunction, Rotate, turning
 
 NAME = "apply_rotary_pos_emb"  # by which attention of every family calls it
-Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 
 def use_few_passes(model: nn.Module) -> None:
@@ -64,21 +58,11 @@ def _with_few_passes(attention: type[nn.Module], theirs: Rotate) -> type[nn.Modu
     """Return a subclass whose forward finds our function under the name of theirs."""
     if attention in MADE:
         return MADE[attention]
-
-    def turn(
-        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *others: Any, **named: Any
-    ) -> tuple[Tensor, Tensor]:
-        usual = query.dtype == key.dtype == cos.dtype and query.shape[-1] == cos.shape[-1]
-        if others or named or not usual or not torch.is_grad_enabled():
-            return theirs(query, key, cos, sin, *others, **named)
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        return RotaryFunction.apply(query, cos, sin), RotaryFunction.apply(key, cos, sin)
-
     own = attention.forward
     assert isinstance(own, FunctionType)
     forward = FunctionType(
         own.__code__,
-        own.__globals__ | {NAME: turn},
+        own.__globals__ | {NAME: turning(theirs)},
         own.__name__,
         own.__defaults__,
         own.__closure__,
@@ -87,29 +71,3 @@ def _with_few_passes(attention: type[nn.Module], theirs: Rotate) -> type[nn.Modu
     body = {"forward": forward, "__module__": attention.__module__}
     MADE[attention] = type(attention.__name__, (attention,), body)
     return MADE[attention]
-
-
-class RotaryFunction(torch.autograd.Function):
-    """y1 = x1 c1 - x2 s1 and y2 = x2 c2 + x1 s2, where 1 and 2 are the halves of the last axis.
-
-    x: [B, heads, T, D]. cos, sin: [B, 1, T, D], without gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        half = x.shape[-1] // 2
-        out = x * cos
-        out[..., :half].sub_(x[..., half:] * sin[..., :half])
-        out[..., half:].add_(x[..., :half] * sin[..., half:])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return dx1 = g1 c1 + g2 s2 and dx2 = g2 c2 - g1 s1."""
-        cos, sin = ctx.saved_tensors
-        half = grad.shape[-1] // 2
-        of_input = grad * cos
-        of_input[..., :half].add_(grad[..., half:] * sin[..., half:])
-        of_input[..., half:].sub_(grad[..., :half] * sin[..., :half])
-        return of_input, None, None

@@ -70,7 +70,7 @@ def exact_sums(values: Array) -> list[Total]:
     """Return the exact sum of each row of values, [C, n] float64."""
     if values.shape[1] > MOST_ROWS:
         parts = np.array_split(values, -(-values.shape[1] // MOST_ROWS), axis=1)
-        return [_sum(totals) for totals in zip(*map(exact_sums, parts), strict=True)]
+        return [sum_of_totals(totals) for totals in zip(*map(exact_sums, parts), strict=True)]
     whole = np.isfinite(values).all(1)
     rest = np.where(whole[:, None], values, 0.0)
     totals: list[Total] = [0] * len(values)
@@ -93,13 +93,13 @@ def exact_sums(values: Array) -> list[Total]:
     return totals
 
 
-def _sum(totals: Iterable[Total]) -> Total:
+def sum_of_totals(totals: Iterable[Total]) -> Total:
     """Add up totals. An int may not fit into a float, so it is not added to one."""
     totals = list(totals)
     return sum([total for total in totals if isinstance(total, float)] or totals)
 
 
-def _ratio(total: Total, by: int) -> float:
+def ratio(total: Total, by: int) -> float:
     """Return total / by, rounded once."""
     if isinstance(total, float):
         return total
@@ -107,54 +107,6 @@ def _ratio(total: Total, by: int) -> float:
         return total / by
     except OverflowError:
         return math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """The mean of values of tokens, with its standard error."""
-
-    tokens: int = 0
-    total: Total = 0
-    squares: Total = 0
-
-    @classmethod
-    def of(cls, values: Array, row: Array) -> Self:
-        """Build it from values [n] float64 of tokens and their rows [n] int64, ascending."""
-        if not len(values):
-            return cls()
-        starts = row_starts(row)
-        with np.errstate(over="ignore", invalid="ignore"):
-            sums = np.add.reduceat(np.stack([values, np.square(values)]), starts, axis=1)
-        return cls(len(values), *exact_sums(sums))
-
-    def __add__(self, other: Mean) -> Mean:
-        total = _sum([self.total, other.total])
-        return Mean(self.tokens + other.tokens, total, _sum([self.squares, other.squares]))
-
-    @property
-    def mean(self) -> float:
-        return _ratio(self.total, max(1, self.tokens) * UNIT)
-
-    @property
-    def error(self) -> float:
-        n = max(2, self.tokens)
-        spread = _ratio(self.squares, n * UNIT) - _ratio(self.total, n * UNIT) ** 2
-        return math.sqrt(max(0.0, spread) / n)
-
-
-NO_TOKEN = Mean()
-
-
-def means_by(label: Array, values: Array, row: Array) -> dict[int, Mean]:
-    """Return the mean of the values of each label [n] int64. values, row: as of Mean."""
-    order = label.argsort(kind="stable")  # rows stay ascending within a label
-    found, starts = np.unique(label[order], return_index=True)
-    groups = np.split(order, starts[1:])
-    return {
-        value: Mean.of(values[which], row[which])
-        for value, which in zip(found.tolist(), groups, strict=True)
-        if len(which)
-    }
 
 
 def row_starts(row: Array) -> Array:
@@ -312,13 +264,13 @@ class Statistics:
         """Return the statistics of both parts together. No sequence may be in both."""
         rho = dict(self.rho)
         for scale, sums in other.rho.items():
-            first, second = map(_sum, zip(rho.get(scale, (0, 0)), sums, strict=True))
+            first, second = map(sum_of_totals, zip(rho.get(scale, (0, 0)), sums, strict=True))
             rho[scale] = first, second
         return Statistics(
             tokens=self.tokens + other.tokens,
             differing=self.differing + other.differing,
             sequences=self.sequences + other.sequences,
-            totals=tuple(map(_sum, zip(self.totals, other.totals, strict=True))),
+            totals=tuple(map(sum_of_totals, zip(self.totals, other.totals, strict=True))),
             rho=_largest_only(rho),
             largest=tuple(map(max, self.largest, other.largest)),
         )
@@ -412,7 +364,7 @@ class Statistics:
     @property
     def ppl_ratio(self) -> float:
         """Mean over sequences of exp(mean(-l)), perplexity of the trainer / the rollout."""
-        return _ratio(self._total("ppl"), self.sequences * UNIT)
+        return ratio(self._total("ppl"), self.sequences * UNIT)
 
     def statistics(self) -> dict[str, float]:
         """Return every statistic by name. NAME_error: the standard error of NAME, by sequences."""
@@ -441,19 +393,19 @@ class Statistics:
         n = self.tokens * UNIT
         # The sum over sequences of (their sum - n times the mean)^2, times n^2 UNIT.
         spread = squares * n * n - 2 * total * products * n + total * total * sizes
-        variance = _ratio(max(0, spread), n * n * UNIT) * self.sequences / (self.sequences - 1)
+        variance = ratio(max(0, spread), n * n * UNIT) * self.sequences / (self.sequences - 1)
         return math.sqrt(variance) / self.tokens
 
     def _comoment(self, pair: str) -> float:
         """Return the sum over tokens of the product of two sides' deviations from their means."""
-        products = _sum(self._total(f"{part}{pair}") for part in "dmc")
-        sums = [_sum([self._total(side), self._total(f"n{side}")]) for side in pair]
+        products = sum_of_totals(self._total(f"{part}{pair}") for part in "dmc")
+        sums = [sum_of_totals([self._total(side), self._total(f"n{side}")]) for side in pair]
         if not all(isinstance(each, int) for each in (products, *sums)):
             return math.nan
-        return _ratio(products * self.tokens * UNIT - math.prod(sums), self.tokens * UNIT * UNIT)
+        return ratio(products * self.tokens * UNIT - math.prod(sums), self.tokens * UNIT * UNIT)
 
     def _mean(self, name: str) -> float:
-        return _ratio(self._total(name), self.tokens * UNIT)
+        return ratio(self._total(name), self.tokens * UNIT)
 
     def _total(self, name: str) -> Total:
         return self.totals[SUMS.index(name)]

@@ -188,43 +188,12 @@ def check_trace(
             raise UsageError(f"{name}: {why_filler(trace)}")
 
 
-def check_devices(trace: RoutingTrace) -> None:
-    """Raise if the trace's tensors are on several devices, or on meta.
-
-    Any other device is fine: each layer's routes follow its router's scores.
-    """
-    named = (("ids", trace.ids), ("valid", trace.valid), ("weights", trace.weights))
-    devices = {name: str(tensor.device) for name, tensor in named if tensor is not None}
-    if len(set(devices.values())) > 1:
-        where = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise UsageError(f"replay: the trace has {where}; pass trace.to(device) of one of them")
-    if trace.ids.is_meta:
-        raise UsageError(
-            "replay: the trace is on meta, which holds no routes; pass one with data, on any device"
-        )
-
-
-def check_row_order(trace: RoutingTrace) -> None:
-    """Raise if the rows were recorded step by step, as of a `generate()` of several samples."""
-    if not trace.origin.steps:
-        return
-    first, later = trace.origin.steps[0], trace.origin.steps[1:]
-    raise RoutingError(
-        "the trace's rows are not those of this forward: they were recorded in "
-        f"{1 + len(later)} forwards of {first[0]} samples that continue each other ({first[1]} "
-        f"tokens each, then {later[0][1]}), so they lie step by step, and those of one forward "
-        "sample by sample. Of a generate() give "
-        "op.pad_routes(op.routes_of_generate(tape, sequences, attention_mask), attention_mask); of "
-        "other forwards the rows in the order that this one takes them, with trace.at(rows)"
-    )
-
-
 def constant_layers(trace: RoutingTrace, bounds: Tensor | None = None) -> Tensor:
     """Return [S, L] bool: the layers whose experts are the same in every valid row of a sample.
 
     Such a layer was not captured, or its router has collapsed onto these experts, or all tokens of
     the sample are equal. Only the trainer's own choice tells these apart
-    (`alignment.check_captured`). Samples too short for that to mean anything give False.
+    (`windows.check_captured`). Samples too short for that to mean anything give False.
 
     bounds [S + 1] int64: first row of every packed sample, then T; None for one sample.
     """
@@ -265,7 +234,7 @@ def _check_stuck(trace: RoutingTrace, tokens: Tensor, name: str) -> None:
 
     Such rows were not captured: a padded batch, a stale buffer. Equal tokens may have equal routes,
     because a run of one token converges to one hidden state. Where all rows are the same, every
-    router may have collapsed, which `alignment.check_captured` finds out. Repetitions of a layer
+    router may have collapsed, which `windows.check_captured` finds out. Repetitions of a layer
     whose experts often stay while those of another change say little.
     """
     words, both = row_words(trace.ids), trace.valid[1:] & trace.valid[:-1]

@@ -386,3 +386,40 @@ def masks_combine_weights(model: nn.Module) -> bool:
 def _parallel_styles(model: nn.Module) -> set[str]:
     plans = (getattr(model, "tp_plan", None), getattr(model, "ep_plan", None))
     return {style for plan in plans for style in (plan or {}).values()}
+
+
+def layer_stacks(model: Any, routers: Sequence[Router]) -> tuple[tuple[nn.ModuleList, int], ...]:
+    """Return the lists of layers that the routers are in, with their lengths now."""
+    stacks = {}
+    for router in routers:
+        parts = router.path.split(".")
+        above = (model.get_submodule(".".join(parts[:n])) for n in range(1, len(parts)))
+        outermost = next((module for module in above if isinstance(module, nn.ModuleList)), None)
+        if outermost is not None:
+            stacks[id(outermost)] = outermost, len(outermost)
+    return tuple(stacks.values())
+
+
+def transformers_model(model: nn.Module) -> nn.Module:
+    """Return the model, or the one inside a wrapper that does not show its config (as DDP)."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"bind_routers: expected a model, got {type(model).__name__}")
+    if hasattr(model, "config"):
+        return model
+    # Not at the top: a vLLM server imports this file, and brings a transformers of its own.
+    from transformers import PreTrainedModel
+
+    inner = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, PreTrainedModel)
+    }
+    outermost = [path for path in inner if not any(path.startswith(f"{up}.") for up in inner)]
+    if len(outermost) > 1:
+        raise UsageError(
+            f"{type(model).__name__} holds several models, {', '.join(outermost)}; bind the one to "
+            "replay"
+        )
+    if not outermost:
+        return model
+    return inner[outermost[0]]

@@ -16,77 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from onepolicy.config import UsageError
-from onepolicy.replay.axes import Axis, trace_from
-from onepolicy.replay.checks import (
-    RoutingError,
-    check_devices,
-    check_row_order,
-    check_trace,
-    refuse_router_loss,
-)
+from onepolicy.replay.bound import BoundRouters
+from onepolicy.replay.checks import RoutingError, refuse_router_loss
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.layers import (
     Router,
     find_routers,
+    layer_stacks,
     masks_combine_weights,
     refuse_unknown_sharding,
+    transformers_model,
 )
 from onepolicy.replay.private_names import check_private_names
 from onepolicy.replay.recompute import check_checkpoints
 from onepolicy.replay.sample_checks import OnMismatch, SampleChecks
 from onepolicy.replay.topk_hook import override_attribute
 from onepolicy.types import RoutingTrace
-
-
-class BoundRouters:
-    """The layers and experts of a bound model, by which traces are read and checked.
-
-    Attributes:
-        layers: decoder index of each MoE layer, ascending.
-        num_experts: experts per layer.
-        top_k: K, experts per token.
-        depth: the number of the model's decoder layers.
-    """
-
-    layers: tuple[int, ...]
-    num_experts: int
-    top_k: int
-    depth: int
-
-    def trace_from(
-        self, ids: Tensor, *, axis: Axis | None = None, valid: Tensor | None = None
-    ) -> RoutingTrace:
-        """Return an engine's routes as a trace of this model.
-
-        Args:
-            ids: [T, decoder layers or MoE layers, K], any integer dtype.
-            axis: "all" for one column per decoder layer, "moe" for one per MoE layer, None to
-                decide by the number of columns.
-            valid: [T] bool, the rows that were captured, or None for all.
-
-        Raises:
-            UsageError: as of `axes.trace_from`.
-        """
-        return trace_from(
-            ids,
-            layers=self.layers,
-            depth=self.depth,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            axis=axis,
-            valid=valid,
-        )
-
-    def _check_trace(self, trace: RoutingTrace, layers: tuple[int, ...]) -> None:
-        """Raise UsageError or RoutingError unless this is a trace of these layers of the model."""
-        if not isinstance(trace, RoutingTrace):
-            raise UsageError(
-                f"replay: expected a RoutingTrace, got {type(trace).__name__}; tape.trace() gives "
-                "that of a recording, trace_from(ids) of the bound routers that of an engine's ids"
-            )
-        check_devices(trace)
-        check_row_order(trace)
-        check_trace(trace, layers=layers, num_experts=self.num_experts, top_k=self.top_k)
 
 
 class Routers(BoundRouters):
@@ -98,7 +43,7 @@ class Routers(BoundRouters):
         self.layers = tuple(router.layer for router in routers)
         self.num_experts = routers[0].num_experts
         self.top_k = routers[0].top_k
-        self._stacks = _layer_stacks(model, routers)
+        self._stacks = layer_stacks(model, routers)
 
     @cached_property
     def _checks(self) -> SampleChecks:
@@ -229,20 +174,44 @@ class Routers(BoundRouters):
                 those of this forward's tokens and weights.
         """
         self._check_arguments(trace, soft, weights)
-        planned = compared = None
+        planned = None
         if check:
             planned = self._checks.plan(trace, on_mismatch=on_mismatch)
-        if planned is not None:
-            compared = planned.rows
+        how: dict[str, Any] = {"native": native, "soft": soft, "weights": weights}
+        if planned is None:
+            with self.replay_known(trace, **how) as handle:
+                yield handle
+            return
+        with self.replay_known(trace, compared=planned.rows, **how) as handle:
+            planned.prepare(handle)
+            yield handle
+        planned(handle)
+
+    @contextmanager
+    def replay_known(
+        self,
+        trace: RoutingTrace,
+        *,
+        native: bool = False,
+        soft: float | None = None,
+        weights: bool = False,
+        compared: Tensor | None = None,  # [m] int64
+    ) -> Iterator[ReplayHandle]:
+        """Replay a trace that is known to be one of this model.
+
+        The learner's are: they were checked as they arrived, and `train/checks.py` compares them
+        with the routers' own choice. Arguments are those of `replay` and `ReplayHandle`.
+
+        Raises:
+            RoutingError: a router was not called, was called twice, or was given another number of
+                rows.
+        """
+        assert not weights or trace.weights is not None, "the trace has no combine weights"
         how: dict[str, Any] = {"native": native, "soft": soft, "weights": weights}
         handle = ReplayHandle(self._routers, trace, compared=compared, **how)
-        if planned is not None:
-            planned.prepare(handle)
         with handle.replaying():
             yield handle
         handle.check()
-        if planned is not None:
-            planned(handle)
 
     def self_test(self) -> None:
         """Raise unless this model's routers record and replay as they should.
@@ -298,7 +267,7 @@ class Routers(BoundRouters):
     def _check_arguments(self, trace: RoutingTrace, soft: float | None, weights: bool) -> None:
         self._check_layers()
         refuse_router_loss(getattr(self._model, "config", None))
-        self._check_trace(trace, self.layers)
+        self.check_trace(trace, self.layers)
         if soft is not None and (not isinstance(soft, int | float) or weights or not 0 < soft <= 1):
             raise UsageError(
                 f"replay: soft={soft} is a ratio in (0, 1] and cannot be combined with weights=True"
@@ -341,7 +310,7 @@ def bind_routers(model: nn.Module) -> Routers:
     """
     check_private_names()
     check_checkpoints()
-    inner = _transformers_model(model)
+    inner = transformers_model(model)
     routers = find_routers(inner)
     refuse_unknown_sharding(inner, routers, wrapper=model)
     return Routers(inner, routers)
@@ -354,18 +323,6 @@ def _decoder_layer(model: nn.Module, router: Router) -> nn.Module:
     return model.get_submodule(".".join(parts[: index + 1]))
 
 
-def _layer_stacks(model: Any, routers: Sequence[Router]) -> tuple[tuple[nn.ModuleList, int], ...]:
-    """Return the lists of layers that the routers are in, with their lengths now."""
-    stacks = {}
-    for router in routers:
-        parts = router.path.split(".")
-        above = (model.get_submodule(".".join(parts[:n])) for n in range(1, len(parts)))
-        outermost = next((module for module in above if isinstance(module, nn.ModuleList)), None)
-        if outermost is not None:
-            stacks[id(outermost)] = outermost, len(outermost)
-    return tuple(stacks.values())
-
-
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
@@ -375,28 +332,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _transformers_model(model: nn.Module) -> nn.Module:
-    """Return the model, or the one inside a wrapper that does not show its config (as DDP)."""
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"bind_routers: expected a model, got {type(model).__name__}")
-    if hasattr(model, "config"):
-        return model
-    # Not at the top: a vLLM server imports this file, and brings a transformers of its own.
-    from transformers import PreTrainedModel
-
-    inner = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, PreTrainedModel)
-    }
-    outermost = [path for path in inner if not any(path.startswith(f"{up}.") for up in inner)]
-    if len(outermost) > 1:
-        raise UsageError(
-            f"{type(model).__name__} holds several models, {', '.join(outermost)}; bind the one to "
-            "replay"
-        )
-    if not outermost:
-        return model
-    return inner[outermost[0]]

@@ -19,7 +19,6 @@ from torch import Tensor
 from onepolicy.config import UsageError
 from onepolicy.config.replay import MIN_AGREEMENT
 from onepolicy.divergence.routing import signed_ids
-from onepolicy.replay.alignment import check_alignment, check_captured, message
 from onepolicy.replay.checks import MisalignedRoutesError, RoutingError, constant_layers
 from onepolicy.replay.contexts import ReplayHandle
 from onepolicy.replay.evidence import (
@@ -30,6 +29,7 @@ from onepolicy.replay.evidence import (
     new_rows,
 )
 from onepolicy.replay.misalignment import cause_of_layers, cause_of_repeat, cause_of_sample
+from onepolicy.replay.windows import check_captured, check_samples, message
 from onepolicy.types import RoutingTrace, id_dtype, index_ids
 
 OnMismatch = Literal["stop", "drop"]
@@ -161,7 +161,7 @@ class PlannedCheck:
             if wrong:
                 self._refuse(handle, min(wrong, key=lambda each: each.agreement))
         if handle.keeps_native:
-            check_alignment(handle.trace, handle.native(), self.bounds)
+            check_samples(handle.trace, handle.native(), self.bounds, least=MIN_AGREEMENT)
 
     def _check_captured(self, handle: ReplayHandle) -> None:
         """Raise if an engine did not capture a layer: it has the same experts in every row."""

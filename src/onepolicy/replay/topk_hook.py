@@ -34,7 +34,6 @@ from onepolicy.replay.selection import (
 
 PROBABILITIES = (torch.softmax, Tensor.softmax, F.softmax, torch.sigmoid, Tensor.sigmoid, F.sigmoid)
 _ABSENT = object()
-_NO_TENSOR = torch.empty(0)
 
 
 def in_backward() -> bool:
@@ -160,41 +159,6 @@ class TopkRecorder(TopkHook):
         if k and width == self.router.num_experts:
             self._selections.append((flat(scores), flat(out[0]), flat(out[1])))
         return out
-
-
-class TopkAnswer(TopkHook):
-    """A hook that answers one router's top-k with given experts, without running it.
-
-    It has nothing of a replay's checks: the experts are those of another top-k of the same router.
-    """
-
-    def __init__(self, router: Router) -> None:
-        super().__init__(router)
-        self._ids = _NO_TENSOR  # [N, K] int64 while the router runs
-        self._selected = 0  # experts per token that this forward has selected
-
-    def run(self, ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the router on these arguments with the experts `ids` [N, K] int64.
-
-        The router gets `ids` itself, so that a recorder finds the same tensor in its output.
-        """
-        self._ids, self._selected = ids, 0
-        try:
-            with self:
-                out = self.forward(*args, **kwargs)
-        finally:
-            self._ids = _NO_TENSOR
-        self._check_one_selection(self._selected)
-        return out
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        scores, k, width = topk_operands(self.router, func, args, kwargs)
-        if k and width == self.router.num_experts:
-            self._selected += k
-            return answer(func, scores, self._ids)
-        if k and width == self.router.num_groups:
-            return answer(func, scores, groups_of(self._ids, self.router))
-        return func(*args, **(kwargs or {}))
 
 
 class TopkReplayer(TopkHook):

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import TrainingError
+from onepolicy.divergence.breakdown import metrics_per_staleness
 from onepolicy.run.step import (
     Rollouts,
     StepResult,
@@ -37,7 +38,6 @@ from onepolicy.run.step import (
     sample_rollouts,
     train_on_rollouts,
 )
-from onepolicy.run.step_metrics import metrics_per_staleness
 from onepolicy.types import Group
 
 LOG = logging.getLogger(__name__)

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import TrainingError
-from onepolicy.divergence.attribution import k3_terms
-from onepolicy.divergence.breakdown import TURNS, turn_bins
-from onepolicy.divergence.logprob import Mismatch, compare_tokens
+from onepolicy.divergence.breakdown import metrics_per_turn
+from onepolicy.divergence.compare import Mismatch, compare_tokens
 from onepolicy.divergence.routing import RoutingDisagreement, routing_disagreement
-from onepolicy.record.statistics import means_by
 from onepolicy.types import TokenBatch
 
 
@@ -24,7 +22,9 @@ def mismatch_metrics(batch: TokenBatch) -> dict[str, float]:
     assert batch.logp_old is not None, "score() comes first"
     assert batch.entropy is not None
     found = compare_sides(batch, batch.logp_old, batch.logp_rollout)
-    metrics = found.metrics() | metrics_per_turn(batch)
+    metrics = found.metrics()
+    if (batch.turn > 0).any():  # episodes of several turns
+        metrics |= metrics_per_turn(batch)
     metrics["train/entropy"] = float(batch.entropy[batch.trainable].mean())
     if batch.support is not None and batch.entropy_vocabulary is not None:
         of_vocabulary = batch.entropy_vocabulary[batch.trainable]
@@ -77,43 +77,6 @@ def gradient_metrics(batch: TokenBatch) -> dict[str, float]:
         return {}
     halved = logp_trainer < batch.logp_rollout[keep] - math.log(2)
     return {"train/halved_gradient": float(bound[halved].sum()) / total}
-
-
-def metrics_per_turn(batch: TokenBatch) -> dict[str, float]:
-    """Return mismatch/k3_turn@k and train/tokens_turn@k if an episode has several turns.
-
-    These are k3 and the number of the tokens of turn k, up to the next bin.
-    """
-    turn = batch.turn[batch.trainable].long()
-    if not len(turn) or int(turn.max()) == 0:
-        return {}
-    return _k3_by_bins(batch, turn, "mismatch/k3_turn", "train/tokens_turn")
-
-
-def metrics_per_staleness(batch: TokenBatch, version: int) -> dict[str, float]:
-    """Return mismatch/k3_staleness@k and staleness/tokens@k.
-
-    These are k3 and the number of the tokens that were sampled k updates before `version`, up to
-    the next bin. version: of the weights that scored the batch.
-    """
-    age = version - batch.version[batch.trainable].long()
-    return _k3_by_bins(batch, age, "mismatch/k3_staleness", "staleness/tokens")
-
-
-def _k3_by_bins(batch: TokenBatch, number: Tensor, k3: str, tokens: str) -> dict[str, float]:
-    """Return metrics `k3`@k and `tokens`@k of a scored batch.
-
-    number: [n] int64 of each trainable slot. Numbers below 0 are left out.
-    """
-    mask = batch.trainable.clone()
-    mask[mask.clone()] = number >= 0
-    number = number[number >= 0]
-    assert batch.logp_old is not None
-    terms = k3_terms(batch.logp_old[mask], batch.logp_rollout[mask])
-    given = (turn_bins(number), terms, batch.segment[mask])
-    found = means_by(*(each.detach().cpu().numpy() for each in given))
-    means = {f"{k3}@{TURNS[i]}": of_bin.mean for i, of_bin in found.items()}
-    return means | {f"{tokens}@{TURNS[i]}": float(each.tokens) for i, each in found.items()}
 
 
 def _disagreement(batch: TokenBatch) -> RoutingDisagreement | None:

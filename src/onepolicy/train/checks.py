@@ -10,8 +10,8 @@ from torch import Tensor
 from onepolicy.config import RolloutReplay, TrainingError
 from onepolicy.config.replay import MIN_AGREEMENT, ReplayConfig
 from onepolicy.divergence.routing import router_differences
-from onepolicy.replay.alignment import check_alignment, check_captured
 from onepolicy.replay.checks import MisalignedRoutesError
+from onepolicy.replay.windows import check_captured, check_samples
 from onepolicy.support.checks import check_certain, check_supports
 from onepolicy.support.trace import SupportTrace
 from onepolicy.types import TokenBatch
@@ -87,7 +87,7 @@ def check_routes(
         collapsed = check_captured(scored.routing, native, scored.cu_seqlens, least=least)
         differing = router_differences(scored.routing, native)
         if isinstance(replay, RolloutReplay) and least > 0:
-            check_alignment(
+            check_samples(
                 scored.routing, native, scored.cu_seqlens, least=least, differing=differing
             )
     except MisalignedRoutesError as error:

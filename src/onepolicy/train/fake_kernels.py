@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from onepolicy.invariant import experts as invariant_experts
 from onepolicy.invariant import mode
-from onepolicy.models import experts, flash, packed_attention, rms_norm
+from onepolicy.models import experts, few_passes, flash, packed_attention
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.quant import quantise
 
@@ -143,7 +143,7 @@ def _varlen_attention(
 
 
 GPU_KERNELS = [
-    (rms_norm, "rms_norm", _rms_norm),
+    (few_passes, "rms_norm", _rms_norm),
     (packed_attention, "takes_flash", lambda query, value: query.dtype in flash.HALF),
     (packed_attention, "expands_heads", lambda query: query.dtype == torch.float32),
     (packed_attention, "scaled_dot_product_attention", _flash_attention),

@@ -24,6 +24,7 @@ from onepolicy.objective.loss import loss_weights, policy_loss
 from onepolicy.replay.routers import Routers
 from onepolicy.train import checkpoint, pack
 from onepolicy.train.activation_checkpointing import checkpoint_activations
+from onepolicy.train.bypass import scoring_of
 from onepolicy.train.checks import check_batch
 from onepolicy.train.optim import (
     clip_gradients,
@@ -33,7 +34,7 @@ from onepolicy.train.optim import (
 )
 from onepolicy.train.optimizers import adamw
 from onepolicy.train.scorer import PolicyScorer
-from onepolicy.train.scoring import scoring_of
+from onepolicy.train.scoring import ScoringFirst
 from onepolicy.train.update_parts import Measured, MicroBatch, UpdatePart
 from onepolicy.types import TokenBatch
 
@@ -64,7 +65,7 @@ class LocalLearner:
         self.updates = 0  # optimiser steps made, by this run and the runs it was forked from
         self.skipped = 0  # optimiser steps skipped in a row, because gradients were not finite
         self.optimizer = adamw(self.model, self.config.optim, scorer.device)
-        self.scoring = scoring_of(scorer, self.config)
+        self.scoring: ScoringFirst = scoring_of(scorer, self.config)
         self._narrows = self.config.rollout.sampling.narrows
         if self.config.train.activation_checkpointing:
             checkpoint_activations(self.model)

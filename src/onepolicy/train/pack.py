@@ -58,11 +58,6 @@ def pack(groups: list[Group]) -> TokenBatch:
 def _check_samples(samples: list[Sample]) -> None:
     if not samples:
         raise UsageError("pack: no samples; the step collected nothing to train on")
-    missing = [i for i, sample in enumerate(samples) if sample.routing is None]
-    if missing and len(missing) < len(samples):
-        raise UsageError(
-            f"pack: sample {missing[0]} has no routes while others do; a trace is never made up"
-        )
     traces = [sample.routing for sample in samples if sample.routing is not None]
     if len({span.source == "reprefill" for trace in traces for span in trace.spans}) > 1:
         raise UsageError(

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import R3, RolloutReplay, WeightsReplay
-from onepolicy.divergence.logprob import Mismatch, mismatch
+from onepolicy.divergence.compare import Mismatch
+from onepolicy.divergence.logprob import mismatch
 from onepolicy.interfaces import Scorer
 from onepolicy.models.logits_chunks import whole_logits
 from onepolicy.models.top_k_top_p import WHOLE_VOCABULARY, apply_top_k_top_p

@@ -167,8 +167,8 @@ class PolicyScorer:
                 raise RoutingError("replay is on, but the batch has no routes; they were dropped")
             if micro.shared is not None:
                 routes = routes.at(micro.shared.slots)
-            # no check here: `check_scored` checks the whole batch
-            return self.routers.replay(routes, native=native, check=False, **mode.settings)
+            # checked as they arrived; `check_scored` compares the whole batch
+            return self.routers.replay_known(routes, native=native, **mode.settings)
         if native:
             return self.routers.record()
         return nullcontext()

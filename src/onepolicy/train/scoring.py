@@ -1,24 +1,18 @@
-"""Sources of the old policy's log-probabilities, and the forward that an update is made of.
+"""Scores of the policy being trained: a forward before the update, whose graph it may use.
 
-`ScoringFirst` is the usual one. The others leave its forward out: `BypassScoring` because the
-correction does not ask for the old policy, `EqualScoring` because the rollout was the old policy to
-the bit. Their scores in the update are checked before its first optimiser step.
+This is the usual source. `bypass.py` has those that leave the forward out.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
-from onepolicy.config import RunConfig
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
-from onepolicy.train import pack
 from onepolicy.train.forward import Scored
-from onepolicy.train.scorer import PolicyScorer, ScoreBuffer
+from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.update_parts import Measured, MicroBatch
 from onepolicy.types import TokenBatch
 
@@ -89,105 +83,3 @@ class ScoringFirst:
         if self.scorer.replay_mode.is_soft and isinstance(handle, ReplayHandle):
             return [handle.replaced_fraction()]
         return []
-
-
-class BypassScoring(ScoringFirst):
-    """Nothing scores the batch before the update.
-
-    The forwards of the first minibatch run before the first optimiser step, so their
-    log-probabilities are those of the old policy.
-    """
-
-    def __init__(self, scorer: PolicyScorer) -> None:
-        super().__init__(scorer)
-        self._buffer: ScoreBuffer | None = None  # while the first minibatch is trained on
-        self._samples: list[int] = []  # of the first minibatch, in the batch of the buffer
-
-    def score(self, batch: TokenBatch) -> TokenBatch:
-        return batch
-
-    @contextmanager
-    def minibatch(self, batch: TokenBatch, measured: Measured, *, first: bool) -> Iterator[None]:
-        """Keep the scores of a step's first minibatch. The later ones have other weights."""
-        if not first:
-            yield
-            return
-        self._buffer = buffer = self._new_buffer(batch)
-        yield
-        self._score_the_rest(buffer)
-        self._buffer = None
-        scored = self.scorer.check_scored(self.scorer.fill_batch(buffer))
-        if self.require is not None:
-            self.require(scored)
-        measured.scored = scored
-
-    def _new_buffer(self, minibatch: TokenBatch) -> ScoreBuffer:
-        self._samples = list(range(minibatch.num_samples))
-        return ScoreBuffer(minibatch)
-
-    @property
-    def _saves_scoring(self) -> bool:
-        """True if a forward of the update replaces one that would only score."""
-        return True
-
-    def _score_the_rest(self, buffer: ScoreBuffer) -> None:
-        """Score the samples of the buffer that the update left out."""
-
-    @contextmanager
-    def update_forward(
-        self, samples: list[int], micro: TokenBatch, measured: Measured
-    ) -> Iterator[MicroBatch]:
-        with self.scorer.routing_context(micro, native=self._buffer is not None) as handle:
-            start = time.perf_counter()
-            scored = self._forward(micro, displaced=True)
-            self.scorer.check_displaced(micro, scored.displaced)
-            if self.scorer.device.type == "cuda":
-                torch.cuda.synchronize(self.scorer.device)
-            if self._saves_scoring:
-                measured.seconds += time.perf_counter() - start
-            measured.replaced += self._replaced(handle)
-            if self._buffer is not None:
-                self._buffer.add_scores([self._samples[i] for i in samples], scored, handle)
-            yield MicroBatch(micro, scored, micro.logp_rollout)
-
-
-class EqualScoring(BypassScoring):
-    """The rollout's log-probabilities are those of the old policy, to the bit (numerics on-policy).
-
-    This is believed of no sample. Before the first optimiser step every sample of the step has been
-    scored: in the update's own forward, or else in one without a graph (a group without advantage,
-    a later minibatch). `require` compares them with the rollout's.
-    """
-
-    def score(self, batch: TokenBatch) -> TokenBatch:
-        if not self.scorer.config.scores_old:
-            return batch
-        return batch.replace(logp_old=batch.logp_rollout)
-
-    def begin(self, batch: TokenBatch) -> None:
-        self._batch = batch
-
-    def _new_buffer(self, minibatch: TokenBatch) -> ScoreBuffer:
-        count = self.scorer.config.objective.num_minibatches
-        self._samples = pack.minibatches(self._batch, count)[0]
-        return ScoreBuffer(self._batch)
-
-    @property
-    def _saves_scoring(self) -> bool:
-        return self._buffer is not None  # later minibatches are scored as well
-
-    def _score_the_rest(self, buffer: ScoreBuffer) -> None:
-        rest = [s for s in range(buffer.batch.num_samples) if s not in buffer.samples]
-        if not rest:
-            return
-        for part in self.scorer.micro_batches(buffer.batch.select(rest)):
-            self.scorer.score_into(buffer, [rest[i] for i in part], replay=True)
-
-
-def scoring_of(scorer: PolicyScorer, config: RunConfig) -> ScoringFirst:
-    """Return the source of the old policy's log-probabilities that a run's settings ask for."""
-    if config.scores_first:
-        return ScoringFirst(scorer)
-    if config.rollout_is_old:
-        return EqualScoring(scorer)
-    return BypassScoring(scorer)

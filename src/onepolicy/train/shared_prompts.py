@@ -12,7 +12,6 @@ gradients of all siblings.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -106,20 +105,6 @@ def common_prefix(batch: TokenBatch, one: slice, other: slice) -> int:
         if trace is not None:
             equal &= _equal_routes(trace.at(one), trace.at(other))
     return int(equal.long().cumprod(0).sum())
-
-
-def shared_prefixes(batch: TokenBatch) -> list[int]:
-    """Return how many first slots each sample could share with the first sample of its group.
-
-    It is all of them for that first sample.
-    """
-    bounds = batch.cu_seqlens.tolist()
-    spans = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-    leaders: dict[int, int] = {}
-    return [
-        common_prefix(batch, spans[leaders.setdefault(group, sample)], spans[sample])
-        for sample, group in enumerate(batch.group.tolist())
-    ]
 
 
 def _equal_routes(one: RoutingTrace, other: RoutingTrace) -> Tensor:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from onepolicy.correct.predict import NOMINAL_KL, predict
 from onepolicy.correct.presets import preset
 from onepolicy.notation import counted, number, with_error
-from onepolicy.record.statistics import NO_TOKEN, Mean, Statistics
+from onepolicy.record.means import NO_TOKEN, Mean
+from onepolicy.record.statistics import Statistics
 from onepolicy.verdict.bug_signatures import Diagnosis
 from onepolicy.verdict.declared import HARMLESS_KL, TOO_FAR, UNDECLARED, Action, Declared
 from onepolicy.verdict.scored_tokens import FEWEST

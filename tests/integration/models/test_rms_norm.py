@@ -17,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from onepolicy.invariant.mode import Invariant
-from onepolicy.models import rms_norm
+from onepolicy.models import few_passes, rms_norm
 from onepolicy.models.prepare import prepare_for_training
 from support.models import make
 
@@ -69,7 +69,7 @@ def test_one_kernel_is_as_near_to_float64(kind, dtype):
     theirs = norm_of(kind).to(dtype)
     ours = copy.deepcopy(theirs)
     rms_norm.use_few_passes(ours, fused=True)
-    assert isinstance(ours, rms_norm.Fused)
+    assert isinstance(ours, few_passes.Fused)
     x = (torch.randn(5, 7, 48) * 3).to(dtype)
     exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-6)
     exact = exact * theirs.weight.double()
@@ -126,7 +126,7 @@ def test_one_plus_a_weight_in_16_bits_is_left_to_the_class(kind):
 def test_without_a_graph_or_in_other_dtypes_the_class_computes(monkeypatch):
     module = norm_of(Qwen3MoeRMSNorm)
     rms_norm.use_few_passes(module)
-    monkeypatch.setattr(rms_norm, "RMSNormFunction", None)  # a use would raise
+    monkeypatch.setattr(few_passes, "RMSNormFunction", None)  # a use would raise
     x = torch.randn(3, 48)
     with torch.no_grad():
         assert module(x).dtype == torch.float32
@@ -142,7 +142,7 @@ def test_a_prepared_model_has_them_and_a_copy_keeps_them(family):
     prepare_for_training(model, torch.device("cpu"))
     norms = [m for m in model.modules() if "RMSNorm" in type(m).__name__]
     assert norms
-    assert all(isinstance(module, rms_norm.FewPasses) for module in norms)
+    assert all(isinstance(module, few_passes.FewPasses) for module in norms)
     kinds = [type(module) for module in model.modules()]
     rms_norm.use_few_passes(model)  # twice changes nothing
     assert [type(module) for module in copy.deepcopy(model).modules()] == kinds
@@ -156,6 +156,6 @@ def test_on_policy_mode_has_the_norms_of_the_class():
     prepare_for_training(model, torch.device("cpu"))
     before = [type(module) for module in norms]
     with Invariant(model):
-        assert not any(isinstance(module, rms_norm.FewPasses) for module in norms)
+        assert not any(isinstance(module, few_passes.FewPasses) for module in norms)
         assert all(isinstance(module, kind) for module, kind in zip(norms, own, strict=True))
     assert [type(module) for module in norms] == before

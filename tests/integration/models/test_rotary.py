@@ -10,6 +10,7 @@ import transformers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, apply_rotary_pos_emb
 
 from onepolicy.models import rotary
+from onepolicy.models.few_passes import RotaryFunction
 from support.models import CONFIGS, make
 
 
@@ -32,7 +33,7 @@ def test_same_bits_forward_and_gradients_as_near_to_float64(dtype):
             leaf, turn = leaf.double(), (cos.double(), sin.double())
         leaf.requires_grad_()
         if kind == "ours":
-            out = rotary.RotaryFunction.apply(leaf, *(each.unsqueeze(1) for each in turn))
+            out = RotaryFunction.apply(leaf, *(each.unsqueeze(1) for each in turn))
         else:
             out, _ = apply_rotary_pos_emb(leaf, leaf.detach(), *turn)
         found.append((out, *torch.autograd.grad(out, leaf, grad.to(out.dtype))))
@@ -44,13 +45,13 @@ def test_same_bits_forward_and_gradients_as_near_to_float64(dtype):
 def test_the_gradient_is_that_of_finite_differences():
     cos, sin = (each.double().unsqueeze(1) for each in angles(3, 6))
     x = torch.randn(1, 2, 3, 6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda leaf: rotary.RotaryFunction.apply(leaf, cos, sin), (x,))
+    assert torch.autograd.gradcheck(lambda leaf: RotaryFunction.apply(leaf, cos, sin), (x,))
 
 
 def test_a_rotation_by_a_right_angle_is_computed_by_hand():
     cos, sin = torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 1, 4)
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4).requires_grad_()
-    out = rotary.RotaryFunction.apply(x, cos, sin)
+    out = RotaryFunction.apply(x, cos, sin)
     assert out.flatten().tolist() == [-3, -4, 1, 2]
     out.backward(torch.tensor([1.0, 10.0, 100.0, 1000.0]).reshape(1, 1, 1, 4))
     assert x.grad.flatten().tolist() == [100, 1000, -1, -10]

@@ -22,8 +22,9 @@ from onepolicy.config import RunConfig, UsageError, resolve
 from onepolicy.divergence.routing import routing_agreement
 from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.replay import RoutingError
-from onepolicy.replay.alignment import check_alignment, window_starts
+from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import constant_layers
+from onepolicy.replay.windows import window_starts
 from onepolicy.rollout.collect import collect_rollouts
 from onepolicy.run.hooks import build_hooks, compare_scorings, repeat_metrics
 from onepolicy.run.log import is_known

@@ -217,13 +217,26 @@ def test_an_error_of_the_callers_own_is_not_hidden(model, routers, own) -> None:
 
 def test_gradients_are_those_of_an_unchecked_replay(model, routers, own) -> None:
     before, found = torch.get_rng_state(), []
-    for check in (True, False):
-        with routers.replay(own, check=check):
+    ways = routers.replay(own), routers.replay(own, check=False), routers.replay_known(own)
+    for way in ways:
+        with way:
             loss = model(input_ids=IDS).logits.log_softmax(-1)[..., 5].sum()
         loss.backward()
         found.append(take_grads(model) | {"loss": loss.detach()})
-    assert same_bits(*found)
+    assert all(same_bits(found[0], other) for other in found[1:])
     assert torch.equal(torch.get_rng_state(), before)  # it draws no number
+
+
+def test_a_known_trace_has_a_row_for_every_token(model, routers, own) -> None:
+    wrong = _given(own, own.ids.roll(1, 0))
+    with torch.no_grad(), routers.replay_known(wrong, native=True) as replayed:
+        model(input_ids=IDS)
+    assert torch.equal(replayed.native().ids[:, 0], own.ids[:, 0])  # later layers see other sums
+    short = routers.replay_known(own.at(slice(0, ROWS - 1)), native=True)
+    with pytest.raises(RoutingError, match="has 95 rows"), short:
+        model(input_ids=IDS)
+    with pytest.raises(RoutingError, match="was not called"), routers.replay_known(own):
+        pass
 
 
 def test_traces_are_equal_by_content(own: RoutingTrace) -> None:

@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 
-from onepolicy.models.rms_norm import FewPasses
+from onepolicy.models.few_passes import FewPasses
 from onepolicy.replay.routers import bind_routers
 from onepolicy.train.shared_prompts import share_prompts
 from support.learner_steps import learner_of

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.record import statistics
-from onepolicy.record.statistics import UNIT, Mean, RowSums, Statistics, exact_sums, means_by
+from onepolicy.record.means import Mean, means_by
+from onepolicy.record.statistics import UNIT, RowSums, Statistics, exact_sums
 from support.examples import examples
 
 SCALES = st.sampled_from([0.0, 1e-7, 1e-3, 0.3, 5.0, 400.0])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onepolicy.config import UsageError, resolve
-from onepolicy.replay.alignment import check_alignment, check_captured
+from onepolicy.replay.alignment import check_alignment
 from onepolicy.replay.checks import (
     MisalignedRoutesError,
     RouteSpec,
@@ -22,6 +22,7 @@ from onepolicy.replay.checks import (
     fill_missing_routes,
 )
 from onepolicy.replay.selection import gate_mass
+from onepolicy.replay.windows import check_captured
 from onepolicy.types import Completion, RoutingTrace, Sample, id_dtype
 
 LAYERS, E, K = (1, 2, 4, 5), 32, 4

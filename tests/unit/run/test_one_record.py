@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.audit.accumulator import DumpAccumulator, accumulate_dump
+from onepolicy.divergence.breakdown import metrics_per_turn
 from onepolicy.record.formats import READERS
 from onepolicy.record.validate import checked_block
 from onepolicy.report.jsonl import read_metrics
 from onepolicy.run.probe_file import save_counterfactual
-from onepolicy.run.step_metrics import metrics_per_turn, mismatch_metrics
+from onepolicy.run.step_metrics import mismatch_metrics
 from onepolicy.train.rescore import mismatch_of
 from onepolicy.types import TokenBatch
 from support.audit_dumps import SUFFIXES, write_dump

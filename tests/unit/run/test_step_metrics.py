@@ -8,13 +8,9 @@ import pytest
 import torch
 
 from onepolicy.config import TrainingError
+from onepolicy.divergence.breakdown import metrics_per_staleness, metrics_per_turn
 from onepolicy.run.log import is_known
-from onepolicy.run.step_metrics import (
-    gradient_metrics,
-    metrics_per_staleness,
-    metrics_per_turn,
-    mismatch_metrics,
-)
+from onepolicy.run.step_metrics import gradient_metrics, mismatch_metrics
 from support.objective_batches import batch
 
 
@@ -57,8 +53,12 @@ def test_a_trainer_without_a_log_probability_ends_the_run(value):
         mismatch_metrics(made)
 
 
-def test_single_turns_have_no_such_measure():
-    assert metrics_per_turn(scored([-1, 0, 0], [0.0, 0.1, 0.2])) == {}
+@pytest.mark.parametrize("turns", [[-1, 0, 0], [0, -1, 1]])
+def test_a_step_has_them_if_an_episode_has_several_turns(turns):
+    made = scored(turns, [0.0, 0.1, 0.2]).replace(entropy=torch.zeros(3))
+    found = {name for name in mismatch_metrics(made) if "turn@" in name}
+    assert bool(found) == (1 in turns)
+    assert found <= metrics_per_turn(made).keys()
 
 
 def test_k3_by_staleness_by_hand():

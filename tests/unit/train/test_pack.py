@@ -73,7 +73,7 @@ def test_top_logprobs_follow_their_slots():
 
 
 def test_routes_all_or_none():
-    with pytest.raises(UsageError, match="sample 1 has no routes"):
+    with pytest.raises(UsageError, match="1 of 2 parts have no RoutingTrace"):
         pack([Group(0, (sample(4), *unrouted(4)))])
     assert pack([Group(0, unrouted(4))]).routing is None
     with pytest.raises(UsageError, match="no samples"):

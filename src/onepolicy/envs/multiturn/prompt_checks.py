@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import UsageError
-from onepolicy.envs.multiturn.tokenization import encode_text
+from onepolicy.envs.multiturn.tokenization import encode_prompt, encode_text
 from onepolicy.interfaces import Problem
 
 ASCII = "".join(sorted(string.digits + string.ascii_letters + string.punctuation + " \n"))
@@ -23,6 +23,35 @@ class TooManyTokens(UsageError):
     def __init__(self, fact: str, hint: str) -> None:
         super().__init__(f"{fact}; {hint}")
         self.fact = fact
+
+
+def check_prompt(
+    tokenizer: PreTrainedTokenizerBase, problem: Problem, max_tokens: int, max_len: int
+) -> None:
+    """Raise UsageError if the prompt makes no tokens, or unknown ones, or has no room."""
+    prompt_ids = encode_prompt(tokenizer, problem.prompt)
+    if not prompt_ids:
+        raise UsageError(
+            f"problem {problem.id}{source_suffix(problem)}: the tokenizer makes no tokens of "
+            f"{problem.prompt[:60]!r}; fix the prompt, or the tokenizer of model.path"
+        )
+    check_characters(tokenizer, prompt_ids, problem, problem.prompt)
+    check_prompt_length(prompt_ids, max_tokens, max_len, problem)
+
+
+def check_reference(
+    tokenizer: PreTrainedTokenizerBase, problem: Problem, reference: str, max_tokens: int
+) -> None:
+    """Raise UsageError if the right response has unknown tokens, or more than are sampled."""
+    ids = tokenizer.encode(reference, add_special_tokens=False)
+    check_characters(tokenizer, ids, problem, reference)
+    if len(ids) + 1 > max_tokens:
+        raise TooManyTokens(
+            f"problem {problem.id}{source_suffix(problem)}: the right response, "
+            f"{reference[:60]!r} and the end token, has {len(ids) + 1} tokens, but "
+            f"{max_tokens} are sampled at most, so its reward would always be 0",
+            "raise rollout.sampling.max_tokens (or eval.max_tokens)",
+        )
 
 
 def check_prompt_length(

@@ -7,13 +7,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from onepolicy.config import UsageError
-from onepolicy.envs.multiturn.prompt_checks import (
-    TooManyTokens,
-    check_characters,
-    check_prompt_length,
-    source_suffix,
-)
+from onepolicy.envs.multiturn.prompt_checks import check_prompt, check_reference
 from onepolicy.envs.multiturn.tokenization import decode_tokens, encode_prompt
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import MetricsSource, Problem, SampleFn
@@ -82,32 +76,10 @@ class SingleTurn:
         Raises UsageError.
         """
         for problem in self.task.start_up_problems():
-            self._check_prompt(problem, max_tokens, max_len)
-            self._check_reference(problem, max_tokens)
-
-    def _check_prompt(self, problem: Problem, max_tokens: int, max_len: int) -> None:
-        prompt_ids = encode_prompt(self.tokenizer, problem.prompt)
-        if not prompt_ids:
-            raise UsageError(
-                f"problem {problem.id}{source_suffix(problem)}: the tokenizer makes no tokens of "
-                f"{problem.prompt[:60]!r}; fix the prompt, or the tokenizer of model.path"
-            )
-        check_characters(self.tokenizer, prompt_ids, problem, problem.prompt)
-        check_prompt_length(prompt_ids, max_tokens, max_len, problem)
-
-    def _check_reference(self, problem: Problem, max_tokens: int) -> None:
-        reference = self.task.reference_response(problem)
-        if reference is None:
-            return
-        ids = self.tokenizer.encode(reference, add_special_tokens=False)
-        check_characters(self.tokenizer, ids, problem, reference)
-        if len(ids) + 1 > max_tokens:
-            raise TooManyTokens(
-                f"problem {problem.id}{source_suffix(problem)}: the right response, "
-                f"{reference[:60]!r} and the end token, has {len(ids) + 1} tokens, but "
-                f"{max_tokens} are sampled at most, so its reward would always be 0",
-                "raise rollout.sampling.max_tokens (or eval.max_tokens)",
-            )
+            check_prompt(self.tokenizer, problem, max_tokens, max_len)
+            reference = self.task.reference_response(problem)
+            if reference is not None:
+                check_reference(self.tokenizer, problem, reference, max_tokens)
 
 
 def extract_answer(response: str, prefix: str) -> str | None:

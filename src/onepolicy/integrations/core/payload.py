@@ -31,8 +31,8 @@ from onepolicy.config import UsageError
 from onepolicy.errors import short_repr
 from onepolicy.integrations.core.layout import fit
 from onepolicy.npy import InvalidNpyError, parse_npy
+from onepolicy.replay.bound import BoundRouters
 from onepolicy.replay.misalignment import why_surplus
-from onepolicy.replay.routers import BoundRouters
 from onepolicy.types import RoutingTrace, id_dtype
 
 PLAIN_DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")

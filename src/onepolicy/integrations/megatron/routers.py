@@ -16,10 +16,10 @@ from onepolicy.integrations.core.layout import sequence_first
 from onepolicy.integrations.megatron.find import FoundRouters
 from onepolicy.integrations.megatron.hooks import MegatronRecorder, MegatronReplayer
 from onepolicy.integrations.megatron.settings import refuse_settings
+from onepolicy.replay.bound import BoundRouters
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
 from onepolicy.replay.layers import Router
-from onepolicy.replay.routers import BoundRouters
 from onepolicy.replay.sample_checks import SampleChecks
 from onepolicy.replay.topk_hook import TopkRecorder, TopkReplayer, override_attribute
 from onepolicy.types import RoutingTrace, TraceOrigin, id_dtype, index_ids
@@ -151,7 +151,7 @@ class MegatronRouters(BoundRouters):
         layers = self.layers
         if isinstance(trace, RoutingTrace) and trace.layers == self.stage_layers:
             layers = self.stage_layers
-        self._check_trace(trace, layers)
+        self.check_trace(trace, layers)
         whole = self._of_stage(trace)
         rows = self._sequence_ranks().own_rows(whole, batch)
         if batch > 1:

@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from onepolicy.config import RoutingPressure, UsageError
 from onepolicy.replay.layers import Router, find_routers, is_moe, moe_layers_of
-from onepolicy.replay.topk_hook import TopkAnswer, TopkRecorder
+from onepolicy.replay.selection import answer, groups_of, topk_operands
+from onepolicy.replay.topk_hook import TopkHook, TopkRecorder
 from onepolicy.rollout.hf.runner_up import FedTokens, RunnerUpRouter
 
 
@@ -148,6 +149,41 @@ class _PressedRouter:
             yield
         finally:
             self._owner._parameters[self._name] = self._weight
+
+
+class TopkAnswer(TopkHook):
+    """A hook that answers one router's top-k with given experts, without running it.
+
+    It has nothing of a replay's checks: the experts are those of another top-k of the same router.
+    """
+
+    def __init__(self, router: Router) -> None:
+        super().__init__(router)
+        self._ids = torch.empty(0)  # [N, K] int64 while the router runs
+        self._selected = 0  # experts per token that this forward has selected
+
+    def run(self, ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the router on these arguments with the experts `ids` [N, K] int64.
+
+        The router gets `ids` itself, so that a recorder finds the same tensor in its output.
+        """
+        self._ids, self._selected = ids, 0
+        try:
+            with self:
+                out = self.forward(*args, **kwargs)
+        finally:
+            self._ids = torch.empty(0)
+        self._check_one_selection(self._selected)
+        return out
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        scores, k, width = topk_operands(self.router, func, args, kwargs)
+        if k and width == self.router.num_experts:
+            self._selected += k
+            return answer(func, scores, self._ids)
+        if k and width == self.router.num_groups:
+            return answer(func, scores, groups_of(self._ids, self.router))
+        return func(*args, **(kwargs or {}))
 
 
 def _check_answerable(router: Router) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 
 from onepolicy.train.pack import first_fit, samples_of_groups
-from onepolicy.train.shared_prompts import shared_prefixes
+from onepolicy.train.shared_prompts import common_prefix
 from onepolicy.types import RoutingTrace, TokenBatch
 
 
@@ -27,7 +28,7 @@ class Sizes:
         if share:
             # without the trainer's own routes, which an update knows and its scoring did not:
             # both get the same division
-            prefixes = shared_prefixes(batch.replace(routing_native=None))
+            prefixes = _shared_prefixes(batch.replace(routing_native=None))
         return cls(batch.cu_seqlens.diff().tolist(), batch.group.tolist(), prefixes)
 
     def slots(self, samples: list[int]) -> int:
@@ -147,3 +148,17 @@ def _without_routes(trace: RoutingTrace) -> RoutingTrace:
         weights = torch.zeros_like(trace.weights)
     ids, valid = torch.zeros_like(trace.ids), torch.zeros_like(trace.valid)
     return RoutingTrace(ids, valid, trace.layers, trace.num_experts, (), weights)
+
+
+def _shared_prefixes(batch: TokenBatch) -> list[int]:
+    """Return how many first slots each sample could share with the first sample of its group.
+
+    It is all of them for that first sample.
+    """
+    bounds = batch.cu_seqlens.tolist()
+    spans = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+    leaders: dict[int, int] = {}
+    return [
+        common_prefix(batch, spans[leaders.setdefault(group, sample)], spans[sample])
+        for sample, group in enumerate(batch.group.tolist())
+    ]

@@ -8,7 +8,7 @@ import torch
 from onepolicy.config import HFEngineConfig
 from onepolicy.rollout.hf import prepare
 from onepolicy.rollout.hf.engine import HFEngine
-from onepolicy.rollout.hf.plain_layers import PlainLayer
+from onepolicy.rollout.hf.plain_layer import PlainLayer
 from onepolicy.types import Sampling
 from support.engine_runs import run
 from support.models import make
