@@ -215,6 +215,8 @@ def _memory_table(option: PlanOption) -> Table:
         ("  tokens in it", f"{engine.tokens:,.0f}"),
         ("  sequences in it", f"{engine.sequences:,}"),
     ]
+    if engine.routes:
+        engine_rows.append(("routes, in its host's memory", format_bytes(engine.routes)))
     for left, right in zip_longest(learner_rows, engine_rows, fillvalue=("", "")):
         table.add_row(*left, *right)
     table.add_section()

@@ -460,6 +460,19 @@ def sync(way, ranks=1, at=None, rollout=SERVER, weights=WEIGHTS, **how):
     return times.sync_seconds(DIMS, own, at, weights, ranks, way, **how)
 
 
+def test_vllm_keeps_routes_of_its_whole_cache_in_host_memory():
+    """A token of 2 layers, one of them dense here, and one expert of each: 2 bytes."""
+    for kind in ("vllm", "vllm-server"):
+        memory = engine({"engine": {"kind": kind}})
+        assert memory.routes == memory.tokens * 2 > 0
+        many = dataclasses.replace(DIMS, experts=257, moe_layers=1)
+        own = config(rollout={"engine": {"kind": kind}})
+        memory = engine_memory.engine_memory(many, own, cluster(), WORK, WEIGHTS, 1)
+        assert memory.routes == memory.tokens * 2 * 2
+        assert not engine({"engine": {"kind": kind}}, replay={"mode": "off"}).routes
+    assert not engine({"engine": {"kind": "sglang"}}).routes
+
+
 def test_sync_by_way():
     assert sync("files") == sync("gloo") == 4000 / 10
     assert sync("nccl") == 4000 / 25
