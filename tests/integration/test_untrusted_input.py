@@ -128,6 +128,7 @@ def test_guard_settings_of_a_server_cannot_be_passed_through(monkeypatch, subtes
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name)
     settings = {"max_len": 96, "vocab": 32, "return_routes": False, "cpu": True}
     guarded = "--host=0.0.0.0 --host --hos=:: --middleware=x.Y --trust-remote-code --trust_remote"
+    guarded += " --aux-output-config={} --aux"
     for argument in guarded.split():
         extra = ["--tensor-parallel-size=2", argument]
         with (

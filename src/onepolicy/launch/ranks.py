@@ -11,9 +11,10 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias
@@ -31,7 +32,14 @@ from onepolicy.models.load import parse_device
 from onepolicy.sync.group import join_store
 from onepolicy.sync.messages import validate_message
 from onepolicy.train.sharded.rank import RankLearner
-from onepolicy.train.sharded.ranks import POLL_S, Call, RankLost, Ranks, process_key
+from onepolicy.train.sharded.ranks import (
+    FAILED_KEY,
+    POLL_S,
+    Call,
+    RankLost,
+    Ranks,
+    process_key,
+)
 
 TORCHRUN_RENDEZVOUS = "env://"
 SETTINGS_KEY = "settings"  # in the ranks' store, written by rank 0
@@ -39,8 +47,11 @@ JOIN_TIMEOUT_S = 300.0
 """Seconds until rank 0 has left its settings; later waits: train.rank_timeout."""
 REPORT_S = 30.0
 """Seconds that rank 0 has to report why it fails. Its end then ends the others before."""
-REPORTED_ERRORS = (UsageError, TrainingError, RuntimeError, OSError)
-"""Errors that a rank reports before it ends: our own, a failed collective, a full disk."""
+LOOK_S = 1.0
+"""Seconds between two looks whether rank 0 has failed."""
+REPORTED_ERRORS = (UsageError, TrainingError, RuntimeError, OSError, MemoryError)
+"""Errors that a rank reports before it ends: our own, a failed collective, a full disk or memory.
+"""
 
 
 class RankSettings(TypedDict):
@@ -190,12 +201,28 @@ def run_launched_rank() -> int:
     """Run the rank above 0 that this process is. Return its exit status."""
     # Ctrl-C reaches all processes of a terminal. Rank 0 decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     rank_info = RankInfo.from_environment()
     assert rank_info is not None
-    status = run_rank(rank_info, open_rendezvous(rank_info, JOIN_TIMEOUT_S))
+    store = open_rendezvous(rank_info, JOIN_TIMEOUT_S)
+    threading.Thread(target=_end_after_rank_0, args=(store,), daemon=True).start()
+    status = run_rank(rank_info, store)
     if status:
         time.sleep(REPORT_S)
     return status
+
+
+def _end_after_rank_0(store: dist.Store) -> None:
+    """End this process if rank 0 has failed, and nobody who started the ranks ends it before.
+
+    It may wait in a collective that rank 0 has left, and does not see that before its time limit as
+    long as rank 0's process lives.
+    """
+    with suppress(RuntimeError):  # the store has gone, and so have the ranks
+        while not store.check([FAILED_KEY]):
+            time.sleep(LOOK_S)
+        time.sleep(REPORT_S)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_placed_rank(rank: int, world_size: int, store: tuple[str, int]) -> None:

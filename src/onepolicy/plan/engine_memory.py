@@ -11,7 +11,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from onepolicy.config import HFEngineConfig, QuantFormat, RunConfig, VLLMEngineConfig
+from onepolicy.config import (
+    HFEngineConfig,
+    QuantFormat,
+    RolloutReplay,
+    RunConfig,
+    VLLMEngineConfig,
+)
 from onepolicy.config.quant import Fp8, Fp8Weight
 from onepolicy.config.serve import ServeConfig
 from onepolicy.plan.dims import Dims
@@ -21,7 +27,7 @@ from onepolicy.rollout.copies import quantise_policy
 from onepolicy.rollout.vllm.memory import cache_bytes, memory_args
 from onepolicy.rollout.vllm.quant import hf_equivalent
 from onepolicy.train.fake_kernels import kernel_stand_ins
-from onepolicy.train.memory import FLOAT32, ITEMSIZE, cache_row_bytes
+from onepolicy.train.memory import FLOAT32, ITEMSIZE, cache_row_bytes, trace_itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,7 @@ class EngineMemory:
     room: float  # bytes that its device has for it; inf if it shares the learner's device
     # of a second engine, on the learner's device, which evaluates unquantised weights
     evaluator: float
+    routes: float = 0.0  # in the host's memory, of all tokens in the cache
 
 
 def engine_memory(
@@ -125,7 +132,11 @@ def engine_memory(
     per_sequence = sequence_cache_bytes(dims, config, cluster, work.length, tensor_parallel)
     sequences = max(0, math.floor(cache / per_sequence))
     tokens = max(0.0, cache / per_sequence * work.length)
-    return EngineMemory(own_weights, cache, tokens, sequences, room, evaluator)
+    routes = 0.0
+    if engine.kind != "sglang" and isinstance(config.replay, RolloutReplay):
+        # of dense layers too. 0.31 and newer: the default of aux_output_config.max_bytes
+        routes = tokens * dims.layers * dims.top_k * trace_itemsize(dims)
+    return EngineMemory(own_weights, cache, tokens, sequences, room, evaluator, routes)
 
 
 def vllm_memory_args(

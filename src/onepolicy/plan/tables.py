@@ -37,7 +37,7 @@ SYNC_METHODS = {
     "memory": "copied",
     "files": "files, written once",
     "gloo": "one gloo broadcast to all",
-    "stream": "files, written once, then one gloo broadcast to all",
+    "ray": "Ray's object store, from node to node",
     "nccl": "one NCCL broadcast to all",
 }
 MAX_SPLITS = 5  # rows of the table of splits
@@ -215,6 +215,8 @@ def _memory_table(option: PlanOption) -> Table:
         ("  tokens in it", f"{engine.tokens:,.0f}"),
         ("  sequences in it", f"{engine.sequences:,}"),
     ]
+    if engine.routes:
+        engine_rows.append(("routes, in its host's memory", format_bytes(engine.routes)))
     for left, right in zip_longest(learner_rows, engine_rows, fillvalue=("", "")):
         table.add_row(*left, *right)
     table.add_section()

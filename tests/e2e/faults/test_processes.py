@@ -114,12 +114,13 @@ def test_rank_killed_under_restarts(number, recipe, whole_on_ranks, tmp_path):
     assert_same_run(whole_on_ranks, out, 6)
 
 
-def test_a_stopped_rank_ends_the_run_in_time(recipe, whole_on_ranks, tmp_path):
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_stopped_rank_ends_the_run_in_time(number, recipe, whole_on_ranks, tmp_path):
     """The rank is stopped, not killed, so no connection breaks. train.rank_timeout is the bound."""
     out = tmp_path / "run"
     run = start(recipe, f"out={out}", "train.ranks=2", "train.rank_timeout=40")
     wait_for(lambda: len(steps_of(out)) >= 3, run)
-    rank = rank_of(run.pid, 1)
+    rank = rank_of(run.pid, number)
     os.kill(rank, signal.SIGSTOP)
     fault = Fault(out)
     try:
@@ -128,7 +129,9 @@ def test_a_stopped_rank_ends_the_run_in_time(recipe, whole_on_ranks, tmp_path):
         if not gone(rank):
             os.kill(rank, signal.SIGKILL)
     fault.ended()
-    assert re.search(r"onepolicy: .*no answer from rank 1 \(process \d+ on .*\), which", errors)
+    assert re.search(
+        rf"onepolicy: .*no answer from rank {number} \(process \d+ on .*\), which", errors
+    )
     fault.resumed()
     assert_complete(out, 6)
     assert_same_run(whole_on_ranks, out, 6)

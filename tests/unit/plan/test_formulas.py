@@ -447,8 +447,7 @@ def test_ray_replicas_have_devices_of_their_own():
 
 
 def test_ways_to_engines_are_those_of_the_recipe():
-    assert times.default_sync_method(config(cluster=RAY)) == "stream"
-    assert times.default_sync_method(config(cluster=RAY | {"sync": "disk"})) == "files"
+    assert times.default_sync_method(config(cluster=RAY)) == "ray"
     for kind in ("vllm-server", "sglang"):
         for sync, way in (("gloo", "gloo"), ("nccl", "nccl"), ("disk", "files")):
             own = config(rollout={"engine": {"kind": kind, "sync": sync}})
@@ -458,6 +457,19 @@ def test_ways_to_engines_are_those_of_the_recipe():
 def sync(way, ranks=1, at=None, rollout=SERVER, weights=WEIGHTS, **how):
     own, at = config(rollout=rollout), at or cluster()
     return times.sync_seconds(DIMS, own, at, weights, ranks, way, **how)
+
+
+def test_vllm_keeps_routes_of_its_whole_cache_in_host_memory():
+    """A token of 2 layers, one of them dense here, and one expert of each: 2 bytes."""
+    for kind in ("vllm", "vllm-server"):
+        memory = engine({"engine": {"kind": kind}})
+        assert memory.routes == memory.tokens * 2 > 0
+        many = dataclasses.replace(DIMS, experts=257, moe_layers=1)
+        own = config(rollout={"engine": {"kind": kind}})
+        memory = engine_memory.engine_memory(many, own, cluster(), WORK, WEIGHTS, 1)
+        assert memory.routes == memory.tokens * 2 * 2
+        assert not engine({"engine": {"kind": kind}}, replay={"mode": "off"}).routes
+    assert not engine({"engine": {"kind": "sglang"}}).routes
 
 
 def test_sync_by_way():
@@ -480,7 +492,8 @@ def test_sync_to_several_engines():
 
     assert [seconds("gloo", n) for n in (1, 2, 3, 4, 8)] == [400, 800, 800, 1200, 1600]
     assert seconds("gloo", 1, 8) == seconds("gloo", 8)  # every process of a server has all of it
-    assert [seconds("stream", n) for n in (1, 8)] == [200 + 400, 200 + 1600]
+    assert [seconds("ray", n) for n in (1, 8, 9)] == [400 + 400, 400 + 400, 400 + 800]
+    assert seconds("ray", 1, 8) == 400 + 400 + 1200  # to its node, and from there to each device
     assert [seconds("files", n) for n in (1, 8, 9)] == [200 + 200, 200 + 200, 200 + 400]
     assert seconds("nccl", 8) == seconds("nccl", 1)
 

@@ -33,6 +33,7 @@ START_TIMEOUT_S = 1800.0
 STOP_TIMEOUT_S = 30.0
 CPU_ADAPTER_WORKER = "onepolicy.rollout.vllm.adapter_worker.AdapterCPUWorker"
 RESERVED_FLAGS = (
+    "--aux-output-config",
     "--allow-credentials",
     "--allowed-headers",
     "--allowed-methods",
@@ -48,7 +49,11 @@ RESERVED_FLAGS = (
     "--uds",
     "--worker-extension-cls",
 )
-"""vLLM's arguments that decide who reaches the server, whose code it runs, or the guard's rules."""
+"""vLLM's arguments that decide who reaches the server, whose code it runs, or the guard's rules.
+
+`--aux-output-config` would make its store of routes (0.31 and newer) smaller than its cache, which
+is the default: routes of cached prefixes would be dropped, and requests with these prefixes fail.
+"""
 
 
 def run_server(

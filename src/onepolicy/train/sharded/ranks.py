@@ -2,11 +2,13 @@
 
 Rank 0 samples and holds the log. Whatever takes all ranks it announces to them with its batch, and
 all make the same call (`Ranks.everywhere`). The agent that started the ranks ends all of them when
-one dies. A rank that stands still is noticed by the time limit of the process group.
+one dies. A rank that stands still is noticed by the time limit of the process group: also rank 0
+while it samples, because then it announces now and then that there is no call yet.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onepolicy.config import TrainingError
+from onepolicy.config import TrainingError, UsageError, printable
 from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
 from onepolicy.types import TokenBatch
 
@@ -26,8 +28,10 @@ GRACE_S = 3.0
 """Seconds until a failure is reported: whoever started the ranks knows a death first."""
 POLL_S = 0.05
 ENDED_KEY = "ended"  # in the ranks' store: rank 0 has ended without an error
-UNLIMITED = timedelta(days=365)
-"""Timeout of the wait for rank 0's next call. It ends when rank 0 does."""
+FAILED_KEY = "failed"  # the same, with one
+NO_CALL_YET = -1  # in place of a call's size
+ANNOUNCEMENTS = 4  # of it within the limit
+MAX_CAUSE_CHARS = 500
 
 
 class RankLost(TrainingError):
@@ -69,10 +73,13 @@ class Ranks:
         self.held: TokenBatch | None = None  # the fields of a batch that every rank has
         self.failed = False  # on another rank: rank 0 has failed
         self._store, self._limit, self._check_alive = store, limit, check_alive
-        timeout = UNLIMITED if self.rank else timedelta(seconds=limit)
-        self._calls = dist.new_group(backend="gloo", timeout=timeout)
+        self._processes = [store.get(process_key(i)).decode() for i in range(self.world_size)]
+        self._calls = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit))
         self._count = 0  # calls so far
         self._in_call = self.rank > 0  # what it calls then is a part of the call
+        self._announcing, self._ended = threading.Lock(), threading.Event()
+        if self.rank == 0:
+            threading.Thread(target=self._announce_no_call, daemon=True).start()
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -87,12 +94,13 @@ class Ranks:
         if self._in_call:
             yield
             return
-        self._in_call = True
+        with self._announcing:
+            self._in_call = True
         try:
             self._announce(Call(name, batch, arguments))
             yield
         except Exception as error:
-            self._explain(error, self._unaffected(range(1, self.world_size)))
+            self._explain(error, self._failed_with(error, range(1, self.world_size)))
             raise
         finally:
             self._in_call = False
@@ -100,18 +108,19 @@ class Ranks:
     def next_call(self) -> Call | None:
         """Wait for rank 0's next call. Return None if there is none: the run has ended.
 
-        `failed` says how.
+        `failed` says how. Raises TrainingError if rank 0 stands still.
         """
-        size = torch.zeros(1, dtype=torch.int64, device="cpu")
-        with suppress(RuntimeError):  # rank 0 has gone; whoever started it says why
-            dist.broadcast(size, 0, group=self._calls)
-        if not size:
+        size = torch.full((1,), NO_CALL_YET, dtype=torch.int64, device="cpu")
+        while size == NO_CALL_YET:
+            self._receive(size, self._calls)
+        data = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
+        if size:
+            self._receive(data)
+        if not data.any():  # the run has ended, or rank 0 has
             self.failed = True
             with suppress(RuntimeError):  # the store has gone too
                 self.failed = not self._store.check([ENDED_KEY])
             return None
-        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        dist.broadcast(data, 0)
         message = Message.decode(data.numpy().tobytes(), "rank 0")
         self._count += 1
         name, arguments = message.header["call"], message.header["arguments"]
@@ -119,6 +128,20 @@ class Ranks:
             self.held = batch_from_message(message, self.held)
             return Call(name, self.held, arguments)
         return Call(name, None, arguments)
+
+    def _receive(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Fill a tensor with what rank 0 announces; with 0 if rank 0 has gone.
+
+        Raises TrainingError if rank 0 stands still.
+        """
+        began = time.monotonic()
+        try:
+            dist.broadcast(tensor, 0, group=group)
+        except RuntimeError as error:
+            if time.monotonic() - began >= self._limit:
+                # not asked for in the store: that of Ray is in rank 0's process
+                raise self._lost([0], str(error).splitlines()[0]) from error
+            tensor.zero_()  # whoever started it says why
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
@@ -129,9 +152,9 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            missing = self._unaffected([0])
-            if missing:
-                self._explain(error, missing)
+            found = self._failed_with(error, [0])
+            if not found:
+                self._explain(error, found)
                 raise
 
     def _announce(self, call: Call) -> None:
@@ -142,58 +165,93 @@ class Ranks:
             self.held = call.batch
         message.header.update(call=call.name, arguments=call.arguments)
         data = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8)
-        dist.broadcast(torch.tensor([len(data)], device="cpu"), 0, group=self._calls)
+        with self._announcing:
+            self._announce_size(len(data))
         dist.broadcast(data, 0)
+
+    def _announce_size(self, size: int) -> None:
+        dist.broadcast(torch.tensor([size], device="cpu"), 0, group=self._calls)
+
+    def _announce_no_call(self) -> None:
+        """Let the others know that rank 0 lives, while it samples, evaluates or writes."""
+        with suppress(RuntimeError):  # the next call meets the same error, and explains it
+            while not self._ended.wait(self._limit / ANNOUNCEMENTS):
+                with self._announcing:
+                    if not self._in_call and not self._ended.is_set():
+                        self._announce_size(NO_CALL_YET)
 
     # --- failures ---------------------------------------------------------------------------------
 
-    def _unaffected(self, ranks: Sequence[int]) -> list[int]:
-        """Tell the others that this call has failed here. Return those of `ranks` that do not."""
-        deadline = time.monotonic() + GRACE_S
-        left = list(ranks)
+    def _failed_with(self, error: Exception, ranks: Sequence[int]) -> dict[int, str]:
+        """Tell the others that this call has failed here, and wait until it has in all `ranks`.
+
+        Returns the cause on each rank that it has failed on, "" where that is the failure of
+        another.
+        """
+        deadline, found = time.monotonic() + GRACE_S, dict[int, str]()
         with suppress(RuntimeError):  # the store has gone with rank 0
-            self._store.set(self._failure_key(self.rank), "")
-            while left:
-                left = [each for each in left if not self._store.check([self._failure_key(each)])]
+            self._store.set(self._failure_key(self.rank), _cause(error))
+            while len(found) < len(ranks):
+                for rank in ranks:
+                    if rank not in found and self._store.check([self._failure_key(rank)]):
+                        found[rank] = self._store.get(self._failure_key(rank)).decode()
                 if time.monotonic() > deadline:
                     break
                 time.sleep(POLL_S)
-        return left
+        return found
 
     def _failure_key(self, rank: int) -> str:
         return f"failed/{self._count}/{rank}"
 
-    def _explain(self, error: Exception, missing: list[int]) -> None:
-        """Raise TrainingError if a failed collective is the error. missing: ranks without it."""
-        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+    def _explain(self, error: Exception, failed: dict[int, str]) -> None:
+        """Raise TrainingError if a failed collective is the error.
+
+        failed: cause on each other rank that the call has failed on.
+        """
+        if _cause(error):
             return
         reason = str(error).splitlines()[0]
         try:
             self._check_alive()
         except RankLost as lost:
             reason = str(lost)
-        names = ", ".join(
-            f"rank {rank} ({self._store.get(process_key(rank)).decode()})" for rank in missing
+        causes = [f"{self._name(rank)}: {cause}" for rank, cause in failed.items() if cause]
+        if causes:
+            raise self._stopped("; ".join(causes)) from error
+        others = [0] if self.rank else range(1, self.world_size)
+        missing = [rank for rank in others if rank not in failed]
+        if missing:
+            raise self._lost(missing, reason) from error
+        raise self._stopped(reason) from error
+
+    def _lost(self, missing: Sequence[int], reason: str) -> TrainingError:
+        names = ", ".join(map(self._name, missing))
+        return self._stopped(
+            f"no answer from {names}, which has ended or stands still (train.rank_timeout is "
+            f"{self._limit:g} s); {reason}"
         )
-        if names:
-            reason = (
-                f"no answer from {names}, which has ended or stands still (train.rank_timeout is "
-                f"{self._limit:g} s); {reason}"
-            )
-        raise TrainingError(
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._processes[rank]})"
+
+    def _stopped(self, reason: str) -> TrainingError:
+        return TrainingError(
             f"the ranks cannot go on together: {reason}; `--resume` continues after the last "
             "checkpoint"
-        ) from error
+        )
 
     def end(self, *, failed: bool = False) -> None:
         """Leave the others. On rank 0: tell them that the run has ended, and whether it failed."""
         if self.rank == 0:
+            self._ended.set()
             with suppress(RuntimeError):
                 self._store.set(self._failure_key(0), "")
-                if not failed:
-                    self._store.set(ENDED_KEY, "")
+                self._store.set(FAILED_KEY if failed else ENDED_KEY, "")
+                held = self._announcing.acquire(timeout=GRACE_S)  # not if a rank takes nothing
                 ended = torch.zeros(1, dtype=torch.int64, device="cpu")
                 work = dist.broadcast(ended, 0, group=self._calls, async_op=True)
+                if held:
+                    self._announcing.release()
                 work.wait(timedelta(seconds=GRACE_S))
         dist.destroy_process_group()
 
@@ -217,6 +275,16 @@ class Ranks:
         dist.all_gather(found, flat)
         sizes = [tensor.numel() for tensor in tensors]
         return [_unflatten(of_rank.split(sizes), tensors) for of_rank in found]
+
+
+def _cause(error: Exception) -> str:
+    """Return an error in one line, "" for a failed collective: another rank has the cause."""
+    if isinstance(error, dist.DistError) or "/gloo/" in str(error):
+        return ""
+    text = str(error).splitlines() or [""]
+    if not isinstance(error, UsageError | TrainingError):
+        text[0] = f"{type(error).__name__}: {text[0]}"
+    return printable(text[0][:MAX_CAUSE_CHARS]) or type(error).__name__
 
 
 def _unflatten(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

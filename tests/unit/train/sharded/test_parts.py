@@ -206,7 +206,7 @@ def test_torchrun_sets_the_number_of_ranks(monkeypatch):
 def ranks(monkeypatch):
     """Return a function that makes a rank of three, whose others are only keys in a store."""
     monkeypatch.setattr(ranks_module, "GRACE_S", 0.0)
-    store = dist.HashStore()
+    store, made = dist.HashStore(), []
     for number in range(3):
         store.set(process_key(number), f"process {number} on h")
 
@@ -214,9 +214,12 @@ def ranks(monkeypatch):
         gloo = {"get_rank": lambda: rank, "get_world_size": lambda: 3, "new_group": lambda **_: 0}
         gloo |= {"broadcast": lambda *_, **__: None, "DistError": dist.DistError}
         monkeypatch.setattr(ranks_module, "dist", SimpleNamespace(**gloo))
-        return Ranks(None, torch.device("cpu"), store, limit=60.0, check_alive=check_alive)
+        made.append(Ranks(None, torch.device("cpu"), store, limit=60.0, check_alive=check_alive))
+        return made[-1]
 
-    return make
+    yield make
+    for each in made:
+        each._ended.set()
 
 
 CLOSED = RuntimeError("[/p/gloo/transport/tcp/pair.cc:553] Connection closed by peer\nmore")
