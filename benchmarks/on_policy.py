@@ -35,6 +35,7 @@ SIDES = ("fast", "on-policy")
 ROWS = 12  # of a profile
 
 Context = AbstractContextManager[Any]
+PLAIN: Context = nullcontext()
 
 
 def run_of(numerics: str, dtype: str, folder: str, args: argparse.Namespace) -> Ours:
@@ -43,9 +44,7 @@ def run_of(numerics: str, dtype: str, folder: str, args: argparse.Namespace) -> 
     return Ours(options, folder)
 
 
-def step(
-    run: Ours, rollout: Context = nullcontext(), update: Context = nullcontext()
-) -> dict[str, float]:
+def step(run: Ours, rollout: Context = PLAIN, update: Context = PLAIN) -> dict[str, float]:
     """Make the next step, its parts in these contexts. Return CPU seconds by part, and k3."""
     parts, number = run.parts, run.done
     run.done += 1

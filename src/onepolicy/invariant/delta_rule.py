@@ -94,14 +94,20 @@ def _scan(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -
     system, reads = _product(k * b, k.mT) * pairs, _product(q, k.mT) * pairs
     inverse = _inverse(system)
     faded = total.exp()  # since the chunk's begin
-    updates = torch.cat([vb, k * b * faded], -1)
-    new, old = _product(inverse, updates).split((vb.shape[-1], k.shape[-1]), -1)
+    fading = k * b * faded
+    empty = chunks.steps[0].stop if row.begins else 0  # chunks before which a state is 0
+    new, old = _product(inverse, vb), _product(inverse[empty:], fading[empty:])
     q, to_end = q * faded, k * (total[:, :, -1:] - total).exp()
     kept, outputs, written = faded[:, :, -1:], [], []
 
     def advance(step: slice, state: Tensor) -> Tensor:
-        written.append(new[step] - _product(old[step], state))
-        outputs.append(_product(q[step], state) + _product(reads[step], written[-1]))
+        if step.stop <= empty:
+            written.append(new[step])
+            outputs.append(_product(reads[step], written[-1]))
+        else:
+            read = slice(step.start - empty, step.stop - empty)
+            written.append(new[step] - _product(old[read], state))
+            outputs.append(_product(q[step], state) + _product(reads[step], written[-1]))
         whole = chunks.whole(step)
         if len(whole) == len(state) or row.states is None:  # then nobody reads other states
             return state * kept[step] + _product(to_end[step].mT, written[-1])
@@ -114,10 +120,12 @@ def _scan(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -
     before = row.before(fast.STATE, q, q.shape[1], k.shape[-1], v.shape[-1])
     row.after(fast.STATE, chunks.scan(before, advance))
     if row.states is not None:
-        rates = torch.cat([decay, b], -1).mT
-        tables = {KEYS: k.mT, RATES: rates, UPDATES: updates, INVERSE: inverse}
-        for name, table in (tables | {WRITTEN: torch.cat(written)}).items():
-            row.after(name, table.index_select(0, chunks.last))
+        last = chunks.last
+        row.after(KEYS, k[last].mT)
+        row.after(RATES, torch.cat([decay[last], b[last]], -1).mT)
+        row.after(UPDATES, torch.cat([vb[last], fading[last]], -1))
+        row.after(INVERSE, inverse[last])
+        row.after(WRITTEN, torch.cat(written)[last])
     return chunks.read(torch.cat(outputs).transpose(1, 2))
 
 
