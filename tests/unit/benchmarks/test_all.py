@@ -1,4 +1,4 @@
-"""The measurements of benchmarks/all.py: how numbers are read, which moved, and which tables it has."""
+"""What benchmarks/all.py reads from outputs, what moved, and which tables it has."""
 
 import all as measurements
 import doc_tables
