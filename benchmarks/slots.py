@@ -80,8 +80,8 @@ def main() -> None:
         short, short_bytes = cost(model, samples(slots // SHORT, SHORT), args.rounds)
         one, one_bytes = cost(model, samples(1, slots), args.rounds)
         print(
-            f"{slots} slots: samples of {SHORT} {short:.1f} us, {short_bytes / 1024:.1f} KiB a slot; "
-            f"one sample {one:.1f} us, {one_bytes / 1024:.1f} KiB",
+            f"{slots} slots: samples of {SHORT} {short:.1f} us, {short_bytes / 1024:.1f} KiB "
+            f"a slot; one sample {one:.1f} us, {one_bytes / 1024:.1f} KiB",
             flush=True,
         )
         if takes_over is None and one > 2 * short:
