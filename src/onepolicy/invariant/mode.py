@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 from onepolicy.config import UsageError
 from onepolicy.invariant import attention, experts, ops
@@ -34,9 +35,31 @@ from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import unknown_layers
 from onepolicy.models.recurrent.conv import causal_conv
 from onepolicy.models.recurrent.layers import Recurrent, install_recurrent, operators
+from onepolicy.models.recurrent.segments import Row
 from onepolicy.models.rms_norm import Fused, own_class
+from onepolicy.replay.private_names import past_function_modes
 
-RECURRENT = {"causal_conv1d_fn": causal_conv, "torch_chunk_gated_delta_rule": delta_rule}
+activation_of = cache(ACT2FN.__getitem__)
+
+
+def _causal_conv(
+    row: Row,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """Compute `causal_conv` past the mode of its layer, which the activation alone needs."""
+    with past_function_modes():
+        out = causal_conv(row, hidden_states, weight, bias)
+    if activation is None:
+        return out
+    activated: Tensor = activation_of(activation)(out)
+    return activated
+
+
+RECURRENT = {"causal_conv1d_fn": _causal_conv, "torch_chunk_gated_delta_rule": delta_rule}
 """Operator of recurrent layers -> the invariant one."""
 FEW_TOKENS = 5  # tokens of the forward that finds which modules to change
 _LOCK = RLock()

@@ -270,6 +270,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 FUNCTIONS: dict[Callable, Callable] = {
     F.linear: linear,
+    F.sigmoid: sigmoid,
     torch.sigmoid: sigmoid,
     torch.Tensor.sigmoid: sigmoid,
     F.silu: silu,
