@@ -219,7 +219,7 @@ FEW = {"input_ids": torch.arange(3, 19)[None], "position_ids": torch.arange(16)[
     ("family", "by_name"), [("qwen3_moe", True), ("qwen3_dense", True), ("gpt_oss", False)]
 )
 def test_functions_that_are_called_by_name_need_no_mode(family, by_name, monkeypatch):
-    """A mode costs about 1 us a call. Who calls a tensor's method, or has its own gate, needs it."""
+    """A mode costs about 1 us a call. Who calls a tensor's method or has its own gate needs it."""
     model, entered = make(family), []
     enter = ops.InvariantFunctions.__enter__
 
