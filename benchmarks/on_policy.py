@@ -1,74 +1,115 @@
-"""A GRPO step with numerics = on-policy beside one with fast: rollout, scoring and update, one step
-of each in turn.
+"""A GRPO step with numerics = on-policy beside one with fast, one step of each in turn.
 
     python benchmarks/on_policy.py                     # float32 and bfloat16, one thread
     python benchmarks/on_policy.py --dtypes float32 --steps 9 --profile
+    python benchmarks/on_policy.py --workload 512+128
 
-64 sequences of about 75 new tokens of the tiny policy (8 problems, 8 completions each); the
-learning rate is so small that both sides keep sampling from the same policy. Ratios are of medians;
-absolute times depend on the machine. `--profile` prints where the time of one step of each goes, by
-operator.
+64 sequences of the tiny policy with prompts of about 26 and answers of about 75 tokens, or 32 of
+exactly the lengths that another workload says. The learning rate is so small that both sides keep
+sampling from the same policy. CPU seconds of this process are counted, which other processes hardly
+change. A ratio is the median over pairs of steps, with its 95% bootstrap interval. `--profile`
+prints the operators that take longer in one step of the one than in one of the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
+import tempfile
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+from replay import ratio
 from rich.console import Console
 from rich.table import Table
+from step_ours import Options, Ours
 from torch.profiler import ProfilerActivity, profile
 
-from onepolicy.build.components import build_components
-from onepolicy.config import resolve
-from onepolicy.run.hooks import build_hooks
-from onepolicy.run.step import StepRunner
-from onepolicy.sync.push import push_weights
+from onepolicy.run.step import StepTimer, push_and_check, sample_rollouts, train_on_rollouts
 
-PHASES = ("rollout", "score", "update", "step")
+PARTS = ("rollout", "update", "step")  # scoring is part of the update
 SIDES = ("fast", "on-policy")
+ROWS = 12  # of a profile
+
+Context = AbstractContextManager[Any]
+PLAIN: Context = nullcontext()
 
 
-def runner_of(numerics: str, dtype: str, args: argparse.Namespace) -> StepRunner:
-    settings = {
-        "out": "unused",
-        "steps": 1000,
-        "numerics": numerics,
-        "model": {"path": args.model, "dtype": dtype},
-        "task": {"kind": "chain", "ops": 12},
-        "rollout": {
-            "prompts_per_step": 8,
-            "group_size": args.sequences // 8,
-            "sampling": {"max_tokens": args.new},
-            "engine": {"dtype": dtype, "max_num_seqs": args.sequences},
-        },
-        "optim": {"lr": 1e-12},
-        "train": {"threads": args.threads},
-        "log": {"counterfactual_every": 0},
-    }
-    parts, _ = build_components(resolve(settings))
-    asyncio.run(push_weights(parts.learner, parts.engine))
-    return StepRunner(parts, build_hooks(parts))
+def run_of(numerics: str, dtype: str, folder: str, args: argparse.Namespace) -> Ours:
+    settings = [f"numerics={numerics}", f"model.dtype={dtype}", "optim.lr=1e-12"]
+    options = Options(args.model, args.workload, 1000, args.threads, dtype, settings)
+    return Ours(options, folder)
 
 
-def step(runner: StepRunner, number: int) -> dict[str, float]:
-    metrics = asyncio.run(runner.rl_step(number)).metrics
-    return {phase: metrics[f"time/{phase}"] for phase in PHASES} | {"k3": metrics["mismatch/k3"]}
+def step(run: Ours, rollout: Context = PLAIN, update: Context = PLAIN) -> dict[str, float]:
+    """Make the next step, its parts in these contexts. Return CPU seconds by part, and k3."""
+    parts, number = run.parts, run.done
+    run.done += 1
+    begun = time.process_time()
+    with rollout:
+        rollouts = asyncio.run(sample_rollouts(parts, number))
+    sampled = time.process_time()
+    with update:
+        result = train_on_rollouts(parts, run.runner.hooks, number, rollouts, StepTimer())
+    updated = time.process_time()
+    asyncio.run(push_and_check(parts))
+    taken = {"rollout": sampled - begun, "update": updated - sampled}
+    return taken | {"step": time.process_time() - begun, "k3": result.metrics["mismatch/k3"]}
 
 
-def report(dtype: str, seconds: dict[str, list[dict[str, float]]]) -> Table:
-    table = Table(title=f"{dtype}: seconds per step, median of {len(seconds['fast'])}")
-    for column in ("", *SIDES, "ratio", "ratio step by step"):
+def report(title: str, steps: dict[str, list[dict[str, float]]]) -> Table:
+    table = Table(title=f"{title}: CPU seconds, median of {len(steps['fast'])} steps")
+    for column in ("", *SIDES, "on-policy / fast"):
         table.add_column(column, justify="right")
-    for phase in PHASES:
-        fast, ours = ([one[phase] for one in seconds[side]] for side in SIDES)
-        pairs = statistics.median(b / a for a, b in zip(fast, ours, strict=True))
-        a, b = statistics.median(fast), statistics.median(ours)
-        table.add_row(phase, f"{a:.3f}", f"{b:.3f}", f"{b / a:.2f}", f"{pairs:.2f}")
-    largest = [f"{max(one['k3'] for one in seconds[side]):.1e}" for side in SIDES]
-    table.add_row("largest k3", *largest, "", "")
+    for part in PARTS:
+        fast, ours = ([one[part] for one in steps[side]] for side in SIDES)
+        medians = (f"{statistics.median(times):.3f}" for times in (fast, ours))
+        table.add_row(part, *medians, ratio(ours, fast, 2))
+    table.add_row("largest k3", *(f"{max(one['k3'] for one in steps[s]):.1e}" for s in SIDES), "")
     return table
+
+
+def differences(title: str, profiles: dict[str, profile]) -> Table:
+    """Return the operators whose own CPU time differs most, in milliseconds, with their calls."""
+    found = {
+        side: {e.key: (e.self_cpu_time_total / 1000, e.count) for e in p.key_averages()}
+        for side, p in profiles.items()
+    }
+    table = Table(title=title)
+    for column in ("operator", *(f"{side} [ms]" for side in SIDES), *(f"{s} calls" for s in SIDES)):
+        table.add_column(column, justify="right")
+    rows = {
+        name: [found[side].get(name, (0.0, 0)) for side in SIDES]
+        for name in {*found["fast"], *found["on-policy"]}
+    }
+    largest = sorted(rows, key=lambda name: rows[name][0][0] - rows[name][1][0])
+    for name in [*largest[:ROWS], *largest[-ROWS // 2 :]]:
+        table.add_row(name, *(f"{t:.1f}" for t, _ in rows[name]), *(str(n) for _, n in rows[name]))
+    sums = [sum(time for time, _ in found[side].values()) for side in SIDES]
+    table.add_row("all", *(f"{total:.1f}" for total in sums), "", "")
+    return table
+
+
+def measure(dtype: str, folder: str, args: argparse.Namespace) -> None:
+    runs = {side: run_of(side, dtype, folder, args) for side in SIDES}
+    steps: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    for number in range(args.steps + 1):
+        for side, run in runs.items():
+            taken = step(run)
+            if number:
+                steps[side].append(taken)
+    console = Console(width=140)
+    console.print(report(f"{dtype}, {args.workload}", steps))
+    if args.profile:
+        cpu = [ProfilerActivity.CPU]
+        profiles = {side: [profile(activities=cpu) for _ in range(2)] for side in SIDES}
+        for side, run in runs.items():
+            step(run, *profiles[side])
+        for i, part in enumerate(PARTS[:2]):
+            console.print(differences(f"{dtype}, {part}", {s: profiles[s][i] for s in SIDES}))
 
 
 def main() -> None:
@@ -79,31 +120,19 @@ def main() -> None:
         "--model", default="tiny", help="policy folder (default: the one make-policy made)"
     )
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--new", type=int, default=75, help="most new tokens of a sequence")
+    parser.add_argument(
+        "--workload", default="26+75", help="tokens of a prompt and of a completion"
+    )
     parser.add_argument(
         "--steps", type=int, default=5, help="counted steps of each, after one warm-up"
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    for dtype in args.dtypes:
-        sides = {side: runner_of(side, dtype, args) for side in SIDES}
-        seconds: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-        for number in range(args.steps + 1):
-            for side, runner in sides.items():
-                taken = step(runner, number)
-                if number:
-                    seconds[side].append(taken)
-        Console().print(report(dtype, seconds))
-        for side, runner in sides.items() if args.profile else ():
-            with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                step(runner, args.steps + 1)
-            print(
-                side,
-                profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15),
-                sep="\n",
-            )
+    with tempfile.TemporaryDirectory() as folder:
+        for dtype in args.dtypes:
+            measure(dtype, folder, args)
+    print("load of the machine, 1, 5 and 15 minutes:", *(f"{x:.1f}" for x in os.getloadavg()))
 
 
 if __name__ == "__main__":

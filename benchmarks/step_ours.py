@@ -123,10 +123,10 @@ class Ours:
         from onepolicy.sync.push import push_weights
 
         torch.set_num_threads(options.threads)
-        prompt, completion = options.lengths
+        prompt = options.lengths[0]
         self.path = resolve_model(ModelConfig(path=options.model)).path
         if options.forced:
-            self.path = longer_policy(self.path, folder, prompt + completion)
+            self.path = longer_policy(self.path, folder, options.max_len)
         tree = settings_of(options, self.path)
         self.parts, self.tokenizer = build_components(resolve(tree, options.settings))
         if options.forced:

@@ -172,7 +172,9 @@ class _Attend(torch.autograd.Function):
         q, key, value, weights = ctx.saved_tensors
         weights = weights.flatten(0, 1).flatten(1, 2)  # [B, R * Q, S], with a sink TILE + S
         front = weights.shape[2] - key.shape[1]
-        grad_weights = F.pad(torch.bmm(grad, value.transpose(1, 2)), (front, 0))
+        grad_weights = torch.bmm(grad, value.transpose(1, 2))
+        if front:  # of a sink; a pad of nothing is a copy
+            grad_weights = F.pad(grad_weights, (front, 0))
         grad_scores = torch.ops.aten._softmax_backward_data(
             grad_weights, weights, -1, torch.float32
         )

@@ -13,6 +13,7 @@ devices than a CPU the open chunk is computed anew for every token.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from onepolicy.invariant import ops
-from onepolicy.invariant.strict import invariant_operator, past_modes
+from onepolicy.invariant.strict import invariant_operator
 from onepolicy.invariant.switch import TILE
 from onepolicy.models.embedding_bag_matmul import weighted_rows
 from onepolicy.models.recurrent import delta_rule as fast
 from onepolicy.models.recurrent.segments import Chunks, Row, without_autocast
+from onepolicy.replay.private_names import past_function_modes
 
 # A sample's states beside fast.STATE: of the tokens after its last whole chunk
 KEYS = "keys of the open chunk"  # [H, Dk, TILE]
@@ -48,7 +50,8 @@ def delta_rule(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return o [1, T, H, Dv], beside an empty state: the row has kept the samples' states."""
-    with without_autocast(query):
+    past = nullcontext() if ops.fixed_shapes(query.device) else past_function_modes()
+    with without_autocast(query), past:  # on a CPU nothing here is replaced
         tokens = fast.float_tokens(query, key, value, g, beta, normed=use_qk_l2norm_in_kernel)
         if torch.is_grad_enabled():
             out = _DeltaRule.apply(row, *tokens)
@@ -90,18 +93,24 @@ def _scan(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -
     k, vb, decay, b = _in_chunks(row, chunks, k, v * b[..., None], decay, b)
     q, total = chunks.fill(q).transpose(1, 2), decay.cumsum(2)
     later = torch.ones(TILE, TILE, dtype=torch.bool, device=q.device).triu(1)
-    pairs = (total - total.mT).masked_fill(later, -torch.inf).exp()
+    pairs = (total - total.mT).masked_fill_(later, -torch.inf).exp_()
     system, reads = _product(k * b, k.mT) * pairs, _product(q, k.mT) * pairs
     inverse = _inverse(system)
     faded = total.exp()  # since the chunk's begin
-    updates = torch.cat([vb, k * b * faded], -1)
-    new, old = _product(inverse, updates).split((vb.shape[-1], k.shape[-1]), -1)
+    fading = k * b * faded
+    empty = chunks.steps[0].stop if row.begins else 0  # chunks before which a state is 0
+    new, old = _product(inverse, vb), _product(inverse[empty:], fading[empty:])
     q, to_end = q * faded, k * (total[:, :, -1:] - total).exp()
     kept, outputs, written = faded[:, :, -1:], [], []
 
     def advance(step: slice, state: Tensor) -> Tensor:
-        written.append(new[step] - _product(old[step], state))
-        outputs.append(_product(q[step], state) + _product(reads[step], written[-1]))
+        if step.stop <= empty:
+            written.append(new[step])
+            outputs.append(_product(reads[step], written[-1]))
+        else:
+            read = slice(step.start - empty, step.stop - empty)
+            written.append(new[step] - _product(old[read], state))
+            outputs.append(_product(q[step], state) + _product(reads[step], written[-1]))
         whole = chunks.whole(step)
         if len(whole) == len(state) or row.states is None:  # then nobody reads other states
             return state * kept[step] + _product(to_end[step].mT, written[-1])
@@ -114,10 +123,12 @@ def _scan(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -
     before = row.before(fast.STATE, q, q.shape[1], k.shape[-1], v.shape[-1])
     row.after(fast.STATE, chunks.scan(before, advance))
     if row.states is not None:
-        rates = torch.cat([decay, b], -1).mT
-        tables = {KEYS: k.mT, RATES: rates, UPDATES: updates, INVERSE: inverse}
-        for name, table in (tables | {WRITTEN: torch.cat(written)}).items():
-            row.after(name, table.index_select(0, chunks.last))
+        last = chunks.last
+        row.after(KEYS, k[last].mT)
+        row.after(RATES, torch.cat([decay[last], b[last]], -1).mT)
+        row.after(UPDATES, torch.cat([vb[last], fading[last]], -1))
+        row.after(INVERSE, inverse[last])
+        row.after(WRITTEN, torch.cat(written)[last])
     return chunks.read(torch.cat(outputs).transpose(1, 2))
 
 
@@ -187,6 +198,7 @@ class _Places:
     rates: Tensor  # [n * 2] int64, of (pair, 0 or 1, column)
     later: Tensor  # [n, TILE] bool, True behind the token
     own: Tensor  # [n, TILE], 1 at the token, else 0
+    others: Tensor  # [n, TILE], 0 at the token, else 1
     whole: Tensor  # int64, those of the n whose chunk has TILE tokens now
 
     @classmethod
@@ -216,11 +228,11 @@ class _Places:
             ((before * 2 + torch.arange(2)) * TILE + column).view(-1),
             columns > column,
             (columns == column).float(),
+            (columns != column).float(),
             (column[:, 0] == TILE - 1).nonzero()[:, 0],
         )
 
 
-@past_modes
 def _next(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -> Tensor:
     """Return `_scan` of one token a sample, on a CPU: the token's row of every product alone."""
     states, (_, heads, width), values = row.states, k.shape, v.shape[-1]
@@ -237,11 +249,11 @@ def _next(row: Row, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -
     rates.view(-1).index_copy_(0, at.rates, torch.cat([decay, b], 1).view(-1))
     total = rates.index_select(0, 2 * at.pair).cumsum(1)
     now = total.gather(1, at.column)
-    pairs, faded = (now - total).masked_fill(at.later, -torch.inf).exp(), now.exp()
+    pairs, faded = (now - total).masked_fill_(at.later, -torch.inf).exp_(), now.exp()
     kb = k * b
     system, reads = (_sums(keys, at.channels, kb, q) * pairs).unbind()
     inverse = table(INVERSE, TILE, TILE)
-    solved = at.own - weighted_rows(inverse, at.columns, system * (1 - at.own))
+    solved = at.own - weighted_rows(inverse, at.columns, system * at.others)
     inverse.index_copy_(0, at.place, solved)
     updates = table(UPDATES, TILE, values + width)
     updates.index_copy_(0, at.place, torch.cat([v * b, kb * faded], 1))

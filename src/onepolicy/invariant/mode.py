@@ -9,16 +9,20 @@ beside other models, in any thread or task.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from threading import RLock
+from types import FunctionType, ModuleType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 from onepolicy.config import UsageError
 from onepolicy.invariant import attention, experts, ops
@@ -26,15 +30,37 @@ from onepolicy.invariant.delta_rule import delta_rule
 from onepolicy.invariant.strict import StrictMode, track_running_module
 from onepolicy.invariant.switch import STATE, TILE
 from onepolicy.models.buckets import BucketedPacking
-from onepolicy.models.few_passes import Replaced
+from onepolicy.models.few_passes import Fused
 from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.packed_attention import Packing
 from onepolicy.models.prepare import unknown_layers
 from onepolicy.models.recurrent.conv import causal_conv
 from onepolicy.models.recurrent.layers import Recurrent, install_recurrent, operators
+from onepolicy.models.recurrent.segments import Row
 from onepolicy.models.rms_norm import own_class
+from onepolicy.replay.private_names import past_function_modes
 
-RECURRENT = {"causal_conv1d_fn": causal_conv, "torch_chunk_gated_delta_rule": delta_rule}
+activation_of = cache(ACT2FN.__getitem__)
+
+
+def _causal_conv(
+    row: Row,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """Compute `causal_conv` past the mode of its layer, which the activation alone needs."""
+    with past_function_modes():
+        out = causal_conv(row, hidden_states, weight, bias)
+    if activation is None:
+        return out
+    activated: Tensor = activation_of(activation)(out)
+    return activated
+
+
+RECURRENT = {"causal_conv1d_fn": _causal_conv, "torch_chunk_gated_delta_rule": delta_rule}
 """Operator of recurrent layers -> the invariant one."""
 FEW_TOKENS = 5  # tokens of the forward that finds which modules to change
 _LOCK = RLock()
@@ -134,11 +160,12 @@ def _swap(model: PreTrainedModel, state: _State) -> None:
     for module in model.modules():
         if is_plain_linear(module):
             _change_class(module, InvariantLinear, state)
-        elif isinstance(module, Replaced):  # its mean would depend on the batch
+        elif isinstance(module, Fused):  # a kernel that nobody vouches for
             _change_class(module, own_class(module), state)
-    for module in _modules_that_call_functions(model):
-        module_class: Any = type(module)
-        _change_class(module, _with_invariant_functions(module_class), state)
+    for replaced in (_with_invariant_names, _with_invariant_functions):  # what is left by a mode
+        for module in _modules_that_call_functions(model):
+            module_class: Any = type(module)
+            _change_class(module, replaced(module_class), state)
 
 
 def _swap_recurrent(model: PreTrainedModel, state: _State) -> None:
@@ -187,6 +214,54 @@ def _with_invariant_operators(original: Any) -> type[nn.Module]:
     return type(original.__name__, (original,), parts)
 
 
+class _Names:
+    """A module of Python in which some names are others."""
+
+    def __init__(self, module: ModuleType, names: dict[str, Any]) -> None:
+        self._module = module
+        self.__dict__.update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _invariant_names() -> dict[ModuleType, _Names]:
+    """Return torch's modules with the functions of `ops` under their names."""
+    own = {id(func): invariant for func, invariant in ops.FUNCTIONS.items()}
+    found: dict[ModuleType, _Names] = {}
+    for module, inside in ((F, {}), (nn, {"functional": F}), (torch, {"nn": nn})):
+        names = {name: own[id(value)] for name, value in vars(module).items() if id(value) in own}
+        found[module] = _Names(module, names | {n: found[part] for n, part in inside.items()})
+    return found
+
+
+@cache
+def _with_invariant_names(original: Any) -> type[nn.Module]:
+    """Return a subclass whose forward finds the functions of `ops` under the names of torch's.
+
+    That costs nothing, and a mode about 1 us a call. Calls that are not by name stay as they are.
+    """
+    own = original.forward
+    if not isinstance(own, FunctionType):
+        return original
+    names = _invariant_names()
+    others = {
+        name: names[value]
+        for name, value in own.__globals__.items()
+        if isinstance(value, ModuleType) and value in names
+    }
+    forward = FunctionType(
+        own.__code__, own.__globals__ | others, own.__name__, own.__defaults__, own.__closure__
+    )
+    forward.__kwdefaults__ = own.__kwdefaults__
+    return type(original.__name__, (original,), _body(original, forward))
+
+
+def _body(original: Any, forward: Callable[..., Any]) -> dict[str, Any]:
+    """Return the attributes of a subclass that differs in its forward."""
+    return {"forward": forward, "__module__": original.__module__, "__doc__": original.__doc__}
+
+
 @cache
 def _with_invariant_functions(original: Any) -> type[nn.Module]:
     """Return a subclass in whose forward torch's functions are those of `ops`."""
@@ -195,12 +270,7 @@ def _with_invariant_functions(original: Any) -> type[nn.Module]:
         with ops.InvariantFunctions():
             return original.forward(self, *args, **kwargs)
 
-    attributes = {
-        "forward": forward,
-        "__module__": original.__module__,
-        "__doc__": original.__doc__,
-    }
-    return type(original.__name__, (original,), attributes)
+    return type(original.__name__, (original,), _body(original, forward))
 
 
 def _modules_that_call_functions(model: PreTrainedModel) -> set[nn.Module]:

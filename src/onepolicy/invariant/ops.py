@@ -74,10 +74,7 @@ def _tile(device: torch.device) -> int:
 def _add_chains(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Compute out [M, O] = x [M, I] @ weight [I, O] as a sum of chains of at most TERMS."""
     if x.shape[1] <= TERMS:
-        # oneDNN adds in another order if neither rows nor columns are adjacent.
-        if not weight.is_contiguous() and not weight.T.is_contiguous():
-            weight = weight.contiguous()
-        kernels.matmul_into(x, weight, out)
+        kernels.matmul_into(x, _adjacent(weight), out)
         return
     kernels.matmul_into(x[:, :TERMS], weight[:TERMS].contiguous(), out)
     part = torch.empty_like(out)
@@ -149,11 +146,48 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = x.new_empty(len(x), len(weight), dtype=torch.float32)
-    matmul_into(x.float(), weight.float().T, out)
+    out = matmul(x.float(), in_float32(weight).T)
     if bias is not None:
         out += bias
     return out.to(x.dtype)
+
+
+def in_float32(weight: Tensor) -> Tensor:
+    """Return a weight in float32, without a graph if there is none.
+
+    An engine on a CPU keeps the copy beside the weight until the weight changes: it reads all of
+    them for every token, and on many processors products in 16 bits take longer than in float32.
+    """
+    if weight.dtype == torch.float32:
+        return weight
+    samples = torch.is_inference_mode_enabled() and not weight.is_inference()
+    if not samples or fixed_shapes(weight.device):
+        return weight.float()
+    kept: tuple[int, Tensor] | None = getattr(weight, "_in_float32", None)
+    if kept is None or kept[0] != weight._version:
+        kept = weight._version, weight.float()
+        weight._in_float32 = kept  # type: ignore[attr-defined]
+    return kept[1]
+
+
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x [M, I] @ weight [I, O] in float32, without a graph, as `matmul_into` does."""
+    (rows, terms), columns = x.shape, weight.shape[1]
+    if not fixed_shapes(x.device) and not (rows % TILE or columns % TILE) and terms <= TERMS:
+        weight = _adjacent(weight)
+        if kernels.onednn_is_faster(x, columns):
+            return kernels.onednn_linear(x, weight.T)
+        return x.mm(weight)
+    out = x.new_empty(rows, columns)
+    matmul_into(x, weight, out)
+    return out
+
+
+def _adjacent(weight: Tensor) -> Tensor:
+    """Return a weight with adjacent rows or columns. oneDNN adds in another order if neither is."""
+    if weight.is_contiguous() or weight.T.is_contiguous():
+        return weight
+    return weight.contiguous()
 
 
 class _Linear(kernels.LinearFunction):
@@ -236,6 +270,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 FUNCTIONS: dict[Callable, Callable] = {
     F.linear: linear,
+    F.sigmoid: sigmoid,
     torch.sigmoid: sigmoid,
     torch.Tensor.sigmoid: sigmoid,
     F.silu: silu,

@@ -57,7 +57,7 @@ class CPULinear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `F.linear`. x [..., I], weight [O, I], bias [O] -> [..., O]."""
-    if torch.is_autocast_enabled("cpu") or not _onednn_is_faster(x, len(weight)):
+    if torch.is_autocast_enabled("cpu") or not onednn_is_faster(x, len(weight)):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
         out = LinearFunction.apply(x.flatten(0, -2), weight, bias)
@@ -68,7 +68,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def matmul_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Compute out [M, O] = x [M, I] @ weight [I, O], without a graph."""
-    if _onednn_is_faster(x, weight.shape[1]):
+    if onednn_is_faster(x, weight.shape[1]):
         out.copy_(onednn_linear(x, weight.T))
     else:
         torch.mm(x, weight, out=out)
@@ -76,14 +76,14 @@ def matmul_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 def transposed_matmul(x: Tensor, y: Tensor) -> Tensor:
     """Return x.T @ y without a graph: the gradient of a weight. x [M, I], y [M, O] -> [I, O]."""
-    if not _onednn_is_faster(x, y.shape[1]):
+    if not onednn_is_faster(x, y.shape[1]):
         return x.T @ y
     if x.shape[1] <= y.shape[1]:
         return onednn_linear(x.T.contiguous(), y.T)
     return onednn_linear(y.T.contiguous(), x.T).T
 
 
-def _onednn_is_faster(x: Tensor, width: int) -> bool:
+def onednn_is_faster(x: Tensor, width: int) -> bool:
     return (
         (x.dtype, x.device.type) == (torch.float32, "cpu")
         and x.numel() * width >= MIN_MULTIPLICATIONS
@@ -110,7 +110,7 @@ class LinearFunction(torch.autograd.Function):
         grad = grad.contiguous()
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
-        if wants_x and _onednn_is_faster(grad, weight.shape[1]):
+        if wants_x and onednn_is_faster(grad, weight.shape[1]):
             grad_x = onednn_linear(grad, weight.T)
         elif wants_x:
             grad_x = grad @ weight

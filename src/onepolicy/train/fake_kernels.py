@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from onepolicy.invariant import experts as invariant_experts
@@ -17,6 +17,7 @@ from onepolicy.models.packed_attention import Packing
 from onepolicy.models.quant import quantise
 
 REAL_SORT_BY_EXPERT, REAL_FEW_TOKEN_PACKING = experts.sort_by_expert, mode.few_token_packing
+REAL_IS_SILU_GATE = invariant_experts.is_silu_gate
 
 
 @contextmanager
@@ -27,6 +28,7 @@ def kernel_stand_ins(*, cpu: bool) -> Iterator[None]:
             for module in (experts, invariant_experts):
                 stack.enter_context(patched(module, "sort_by_expert", _sort_evenly))
             stack.enter_context(patched(mode, "few_token_packing", _real_packing))
+            stack.enter_context(patched(invariant_experts, "is_silu_gate", _is_silu_gate))
         else:
             for module, name, stand_in in GPU_KERNELS:
                 stack.enter_context(patched(module, name, stand_in))
@@ -49,6 +51,11 @@ def patched(module: Any, name: str, stand_in: Any) -> Iterator[None]:
 def _real_packing(device: torch.device) -> Packing:
     with unset_fake_temporarily():
         return REAL_FEW_TOKEN_PACKING(torch.device("cpu"))
+
+
+def _is_silu_gate(module: nn.Module, width: int) -> bool:
+    with unset_fake_temporarily():
+        return REAL_IS_SILU_GATE(module, width)
 
 
 def _sort_evenly(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from onepolicy.invariant import experts
+from onepolicy.invariant import experts, ops
 from onepolicy.invariant.enable import check_model
 from onepolicy.invariant.mode import Invariant, InvariantLinear, install_invariant
 from onepolicy.invariant.strict import NotInvariantError
@@ -210,3 +210,34 @@ def test_gradients_are_the_same_from_run_to_run(dtype):
         found.append(take_grads(model))
     assert found[0].keys() == dict(model.named_parameters()).keys()
     assert same_bits(*found)
+
+
+FEW = {"input_ids": torch.arange(3, 19)[None], "position_ids": torch.arange(16)[None]}
+
+
+@pytest.mark.parametrize(
+    ("family", "by_name"), [("qwen3_moe", True), ("qwen3_dense", True), ("gpt_oss", False)]
+)
+def test_functions_that_are_called_by_name_need_no_mode(family, by_name, monkeypatch):
+    """A mode costs about 1 us a call. Who calls a tensor's method or has its own gate needs it."""
+    model, entered = make(family), []
+    enter = ops.InvariantFunctions.__enter__
+
+    def watched(mode):
+        entered.append(mode)
+        return enter(mode)
+
+    packing = BucketedPacking.of(torch.tensor([0, 16]), model.device, multiple=TILE)
+    with Invariant(model):
+        model(**FEW, use_cache=False, packing=packing)  # what is tried once is tried
+        monkeypatch.setattr(ops.InvariantFunctions, "__enter__", watched)
+        model(**FEW, use_cache=False, packing=packing)
+    assert (not entered) == by_name
+
+
+@pytest.mark.parametrize(("family", "expected"), [("qwen3_moe", True), ("gpt_oss", False)])
+def test_a_gate_of_silu_is_found_by_trying(family, expected):
+    module = experts_of(family, torch.float32)
+    up = getattr(module, decode_experts.up_name(module))
+    width = up.shape[2 if module.is_transposed else 1]
+    assert experts.is_silu_gate(module, width) == expected

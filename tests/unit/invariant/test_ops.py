@@ -134,6 +134,23 @@ def test_elementwise_values_and_gradients_are_torchs(name):
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_an_engine_keeps_a_weight_in_float32_until_it_changes():
+    weight = torch.nn.Parameter(normal(32, 16).bfloat16(), requires_grad=False)
+    x = normal(16, 16, seed=1).bfloat16()
+    with torch.inference_mode():
+        kept = ops.in_float32(weight)
+        assert ops.in_float32(weight) is kept
+        assert torch.equal(kept, weight.float())
+    before = ops.linear(x, weight)
+    with torch.no_grad():
+        assert ops.in_float32(weight) is not kept  # a learner keeps none
+        weight.copy_(-weight)
+    with torch.inference_mode():
+        assert torch.equal(ops.in_float32(weight), weight.float())
+        assert torch.equal(ops.linear(x, weight), -before)
+    assert ops.in_float32(before.float()).dtype == torch.float32
+
+
 def test_gradients_of_linear_are_torchs():
     inputs = [normal(30, 200), normal(17, 200, seed=1), normal(17, seed=2)]
     for dtype, rtol in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):

@@ -1,0 +1,260 @@
+"""Measure again what the docs say of speed and memory, and list what moved.
+
+    python benchmarks/all.py                           # everything; goes on where it was stopped
+    python benchmarks/all.py --only costs/replay       # one table of docs/data, or one set: costs
+    python benchmarks/all.py --list                    # the commands, and what is left out and why
+    python benchmarks/all.py --report                  # compare what was measured, run nothing
+
+benchmarks/all.toml says which commands make which tables of docs/data, and how each cell is read
+from what a command prints:
+
+    [[command]]
+    run = "python benchmarks/correct.py"
+    [command.cells]
+    "costs/corrections: cispo-rollout: time / one softmax" = 'a regular expression with one group'
+
+A key names table, row (its first cells, as `fresh & r3`) and columns, as `ratio | low | high`. The
+expression has a group for each column. `share * 100` multiplies what was read. `{ratio}` stands for
+an expression of [patterns].
+
+Every command adds a line to --out: commit, machine, load, cells, and what it printed. A command
+that has a line of this commit is not run again. A number has moved if it is outside of the
+documented interval (the row's low and high, lowest and highest), or without one, if it is off by
+more than a tenth. docs/data is not changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import doc_tables
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = Path(__file__).with_suffix(".toml")
+OUT = ROOT / "runs" / "benchmarks.jsonl"
+NEAR = 0.1  # of a number without an interval
+BOUNDS = re.compile(r"(quartile, )?(low|high)(est)?$")
+"""Names of the columns of an interval."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of the docs, and what was measured."""
+
+    name: str
+    documented: float | None
+    low: float | None
+    high: float | None
+    measured: float | None  # None: the output does not have it
+
+    @property
+    def moved(self) -> bool:
+        if self.measured is None or self.documented is None:
+            return True
+        if self.low is None or self.high is None:
+            return abs(self.measured - self.documented) > NEAR * abs(self.documented)
+        return not self.low <= self.measured <= self.high
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, and the expression of each row that it measures."""
+
+    run: str
+    cells: dict[str, str]
+
+    @property
+    def tables(self) -> set[str]:
+        return {key.split(": ")[0] for key in self.cells}
+
+
+def commands() -> list[Command]:
+    """Return the commands of all.toml, placeholders of their expressions filled in."""
+    found = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    patterns = found["patterns"]
+
+    def filled(expression: str) -> str:
+        for name, pattern in patterns.items():
+            expression = expression.replace(f"{{{name}}}", pattern)
+        return expression
+
+    return [
+        Command(each["run"], {key: filled(text) for key, text in each["cells"].items()})
+        for each in found["command"]
+    ]
+
+
+def left_out() -> dict[str, str]:
+    """Return the reason of every table, or whole set, that no command of all.toml measures."""
+    reasons: dict[str, str] = tomllib.loads(TABLE.read_text(encoding="utf-8"))["left_out"]
+    return reasons
+
+
+def cells(command: Command, output: str) -> Iterator[Cell]:
+    """Yield the cells that a command measures, as its output has them."""
+    for key, expression in command.cells.items():
+        table, rest = key.split(": ", 1)
+        row, names = rest.rsplit(": ", 1)
+        found = re.search(expression, output, re.MULTILINE)
+        texts: tuple[str | Any, ...] = found.groups() if found else ()
+        for i, (at, factor) in enumerate(columns(table, names)):
+            measured = None
+            if i < len(texts):
+                measured = number(texts[i]) * factor
+            documented, low, high = interval(table, row, at)
+            title = doc_tables.other(table)["columns"][at]["name"]
+            yield Cell(f"{table}: {row}: {title}", documented, low, high, measured)
+
+
+def columns(table: str, names: str) -> list[tuple[int, float]]:
+    """Return the place of each column of `a | b * 100`, and its factor.
+
+    A name that several columns have means the next one.
+    """
+    titles = [column["name"] for column in doc_tables.other(table)["columns"]]
+    places: list[tuple[int, float]] = []
+    after = 0
+    for part in names.split(" | "):
+        name, _, factor = part.partition(" * ")
+        after = titles.index(name, after)
+        places.append((after, float(factor or 1)))
+        after += 1
+    return places
+
+
+def interval(table: str, row: str, at: int) -> tuple[float | None, float | None, float | None]:
+    """Return a documented number, and the interval in the two columns behind it, if it has one."""
+    keys = row.split(" & ")
+    titles = [column["name"] for column in doc_tables.other(table)["columns"]]
+    (own,) = [r for r in doc_tables.values(doc_tables.other(table)) if r[: len(keys)] == keys]
+    bounds: list[float | None] = [None, None]
+    if not BOUNDS.match(titles[at]) and all(map(BOUNDS.match, [*titles[at + 1 : at + 3], "-"][:2])):
+        bounds = [value(cell) for cell in own[at + 1 : at + 3]]
+    return value(own[at]), bounds[0], bounds[1]
+
+
+def value(cell: Any) -> float | None:
+    return None if cell is None else float(cell)
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", "").rstrip("%"))
+
+
+def state() -> dict[str, Any]:
+    """Return the commit that is measured, and the machine."""
+
+    def git(*words: str) -> str:
+        return subprocess.check_output(["git", *words], cwd=ROOT, text=True).strip()
+
+    commit = git("rev-parse", "--short=10", "HEAD")
+    if git("status", "--porcelain", "--untracked-files=no"):
+        commit += ", changed"
+    return {"commit": commit, "machine": f"{processor()}, {os.cpu_count()} cores"}
+
+
+def processor() -> str:
+    """Return the processor's name as Linux knows it."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    return names[0] if names else "a processor without a name"
+
+
+def measure(command: Command, here: dict[str, Any]) -> dict[str, Any]:
+    """Run a command and return its line."""
+    words = shlex.split(command.run)
+    words[:1] = {"python": [sys.executable], "pytest": [sys.executable, "-m", "pytest"]}[words[0]]
+    begun, load = time.time(), os.getloadavg()[0]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    line = {"command": command.run, **here, "load": [round(load, 1), round(os.getloadavg()[0], 1)]}
+    line |= {"seconds": round(time.time() - begun), "status": done.returncode}
+    if not done.returncode:
+        line["cells"] = [asdict(cell) for cell in cells(command, done.stdout)]
+    return line | {"stdout": done.stdout, "stderr": done.stderr[-2000:]}
+
+
+def lines_of(out: Path) -> dict[str, dict[str, Any]]:
+    """Return the last line of every command that ended well."""
+    if not out.exists():
+        return {}
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    return {row["command"]: row for row in rows if not row["status"]}
+
+
+def report(chosen: list[Command], out: Path) -> Table:
+    """Return the numbers that moved, or were not found, and say how many were compared."""
+    done, compared = lines_of(out), 0
+    table = Table()
+    for name in ("number", "documented", "interval", "measured", "commit", "machine"):
+        table.add_column(name, overflow="fold")
+    for command in chosen:
+        line = done.get(command.run)
+        if line is None:
+            continue
+        for cell in cells(command, line["stdout"]):
+            if BOUNDS.match(cell.name.rpartition(": ")[2]):
+                continue
+            compared += 1
+            if cell.moved:
+                between = "" if cell.low is None else f"{cell.low:g} to {cell.high:g}"
+                shown = ["" if x is None else f"{x:g}" for x in (cell.documented, cell.measured)]
+                table.add_row(
+                    cell.name, shown[0], between, shown[1], line["commit"], line["machine"]
+                )
+    table.title = f"{table.row_count} of {compared} numbers moved, or were not printed"
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[], help="tables SET/ID or sets of docs/data")
+    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
+    parser.add_argument("--report", action="store_true", help="compare what --out has, run nothing")
+    parser.add_argument("--out", type=Path, default=OUT, help="file that lines are added to")
+    args = parser.parse_args()
+    chosen = [
+        each
+        for each in commands()
+        if not args.only or {*args.only} & {*each.tables, *(t.split("/")[0] for t in each.tables)}
+    ]
+    if not chosen:
+        parser.error(f"--only: no command measures {' '.join(args.only)}")
+    if args.list:
+        for each in chosen:
+            print(f"{each.run}\n    {', '.join(sorted(each.tables))}")
+        for name, reason in left_out().items():
+            print(f"left out: {name}: {reason}")
+        return
+    here, console = state(), Console(width=160)
+    for each in () if args.report else chosen:
+        line = lines_of(args.out).get(each.run)
+        if line is not None and line["commit"] == here["commit"]:
+            continue
+        console.print(each.run, markup=False)
+        line = measure(each, here)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with args.out.open("a", encoding="utf-8") as file:
+            print(json.dumps(line), file=file)
+        if line["status"]:
+            console.print(f"  exit status {line['status']}: {line['stderr']}", markup=False)
+    console.print(report(chosen, args.out))
+
+
+if __name__ == "__main__":
+    main()

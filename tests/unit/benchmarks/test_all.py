@@ -1,0 +1,120 @@
+"""What benchmarks/all.py reads from outputs, what moved, and which tables it has."""
+
+import all as measurements
+import doc_tables
+import pytest
+
+from support.paths import ROOT
+
+COMMANDS = {command.run: command for command in measurements.commands()}
+LEFT_OUT = measurements.left_out()
+OUTPUTS = {
+    "python benchmarks/replay.py --models 8 32 128 --pairs 61": """\
+8 experts, 1.3M, 27 ms, 1.001 [0.995, 1.020], 1.003 [0.999, 1.011], 64 = 8 x 4, 0 B
+32 experts, 3.6M, 40 ms, 1.004 [0.981, 1.033], 1.031 [1.010, 1.042], 64 = 8 x 4, 0 B
+128 experts, 13.0M, 88 ms, 0.997 [0.965, 1.020], 0.994 [0.971, 1.016], 64 = 8 x 4, 0 B
+""",
+    "python benchmarks/correct.py": """\
+1000000 slots, 512 sequences, cpu, 1 threads; softmax 0.644 s
+
+| preset | seconds | / softmax | memory [T float32] |
+| --- | --- | --- | --- |
+| cispo-rollout | 0.054 | 0.08 | 1.0 |
+| m2po | 0.151 | 0.29 | 5.9 |
+""",
+    "python benchmarks/on_policy.py --steps 5 --dtypes float32": """\
+     float32, 27+75: CPU seconds, median of 3 steps     
+┏━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━┓
+┃            ┃    fast ┃ on-policy ┃  on-policy / fast ┃
+┡━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━┩
+│    rollout │   0.867 │     1.107 │ 1.29 [1.21, 1.31] │
+│     update │   0.623 │     0.692 │ 1.11 [0.92, 1.21] │
+│       step │   1.496 │     1.810 │ 1.21 [1.12, 1.21] │
+│ largest k3 │ 1.5e-14 │   0.0e+00 │                   │
+└────────────┴─────────┴───────────┴───────────────────┘
+""",
+}
+MEASURED = {
+    "python benchmarks/replay.py --models 8 32 128 --pairs 61": [
+        *(1.003, 0.999, 1.011, 1.031, 1.010, 1.042, 0.994, 0.971, 1.016),
+    ],
+    "python benchmarks/correct.py": [0.08, 0.29],
+    "python benchmarks/on_policy.py --steps 5 --dtypes float32": [
+        *(1.29, 1.11, 1.21),
+    ],
+}
+
+
+@pytest.mark.parametrize("run", OUTPUTS)
+def test_a_recorded_output_has_every_number(run):
+    found = list(measurements.cells(COMMANDS[run], OUTPUTS[run]))
+    assert [cell.measured for cell in found] == MEASURED[run]
+
+
+def test_a_number_moves_out_of_its_interval():
+    run = "python benchmarks/replay.py --models 8 32 128 --pairs 61"
+    found = {cell.name: cell for cell in measurements.cells(COMMANDS[run], OUTPUTS[run])}
+    documented = found["costs/replay: 32 experts: ratio"]
+    assert (documented.documented, documented.low, documented.high) == (0.998, 0.982, 1.016)
+    assert documented.moved
+    assert not found["costs/replay: 128 experts: ratio"].moved
+
+
+def test_a_number_without_an_interval_moves_by_a_tenth():
+    cell = measurements.Cell("costs/a: b: c", 2.0, None, None, 2.19)
+    assert not cell.moved
+    assert measurements.Cell("costs/a: b: c", 2.0, None, None, 1.79).moved
+
+
+def test_a_number_that_is_not_printed_has_moved():
+    (run,) = [run for run in COMMANDS if run.endswith("correct.py")]
+    found = list(measurements.cells(COMMANDS[run], "an output of another form"))
+    assert [cell.measured for cell in found] == [None, None]
+    assert all(cell.moved for cell in found)
+
+
+@pytest.mark.parametrize("run", COMMANDS)
+def test_every_row_and_column_is_one_of_the_docs(run):
+    command = COMMANDS[run]
+    for cell in measurements.cells(command, ""):
+        assert cell.documented is not None, cell.name
+    for key, expression in command.cells.items():
+        names = key.rsplit(": ", 1)[1].split(" | ")
+        assert measurements.re.compile(expression).groups == len(names), key
+    assert (ROOT / run.split()[1]).is_file()
+
+
+def test_every_table_with_a_command_is_measured_or_left_out_with_a_reason():
+    measured = {table for command in COMMANDS.values() for table in command.tables}
+    with_command = {
+        f"{name}/{at}"
+        for name in doc_tables.sets()
+        for at, table in doc_tables.tables(name).items()
+        if table.get("commands") or any(c["name"] == "command" for c in table["columns"])
+    }
+    known = {table for table in with_command if {table, table.split("/")[0]} & LEFT_OUT.keys()}
+    assert with_command == measured | known
+    assert not measured & known
+    assert all(LEFT_OUT.values())
+    assert {*LEFT_OUT} <= {*with_command, *(table.split("/")[0] for table in with_command)}
+
+
+def test_a_command_of_this_commit_is_not_run_again(tmp_path, monkeypatch, capsys):
+    out, ran = tmp_path / "out.jsonl", []
+
+    def measure(command, here):
+        ran.append(command.run)
+        status = len(ran) == 1  # the first one fails
+        return {"command": command.run, **here, "status": status, "stderr": "", "stdout": ""}
+
+    monkeypatch.setattr(measurements, "measure", measure)
+    monkeypatch.setattr(measurements, "state", lambda: {"commit": "c", "machine": "m"})
+    monkeypatch.setattr("sys.argv", ["all.py", "--only", "costs/audit", "--out", str(out)])
+    for _ in range(3):
+        measurements.main()
+    first, second = [run for run in COMMANDS if "audit.py" in run]
+    assert ran == [first, second, first]
+    assert "exit status" in capsys.readouterr().out
+    monkeypatch.setattr(measurements, "state", lambda: {"commit": "d", "machine": "m"})
+    measurements.main()
+    assert ran[3:] == [first, second]
