@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,24 @@ move much more.
 """
 REFUSED = "let the engine answer such requests, or train without top_p, top_k and min_p"
 FIX = "return, for every sampled token, the ids that top_p, top_k and min_p left (docs/supports.md)"
+
+
+def _each_of_all(tempered: Tensor, rows: BatchSampling) -> Tensor:
+    """Return [B, V]: -inf where min_p, top_k or top_p cuts, each of the whole distribution."""
+    settings, left = ("min_p", "top_k", "top_p"), tempered
+    for name in settings:
+        without_others: dict[str, Any] = dict.fromkeys(set(settings) - {name})
+        alone = narrow(tempered, replace(rows, **without_others))
+        left = left.masked_fill(alone.isneginf(), -torch.inf)
+    return left
+
+
+Order = Callable[[Tensor, BatchSampling], Tensor]
+ORDERS: dict[Order, str] = {
+    narrow: "",
+    _each_of_all: " if top_p is of the whole distribution, not of what top_k left (SGLang)",
+}
+"""How an engine may take top_k and top_p together -> the words for it."""
 
 
 async def ask_for_supports(
@@ -74,10 +93,11 @@ def check_returned_supports(
     if fault is not None:
         return Check("support", False, fault, FIX)
     batch = score_generated(scorer, asked)
-    same, apart = _compare(scorer, batch, asked.sampling)
+    found = {order: _compare(scorer, batch, asked.sampling, order) for order in ORDERS}
+    order, (same, apart) = min(found.items(), key=lambda each: float(each[1][1].mean()))
     text = (
-        f"{int(same.sum())} of {len(same)} returned sets are the trainer's own; the rest are "
-        f"{number(float(apart.mean()), share=True)} of the probability apart"
+        f"{int(same.sum())} of {len(same)} returned sets are the trainer's own{ORDERS[order]}; the "
+        f"rest are {number(float(apart.mean()), share=True)} of the probability apart"
     )
     if not apart.mean() <= MOST_APART:  # also if it is NaN
         return Check("support", False, text, FIX)
@@ -136,7 +156,7 @@ def _wrong_values(support: SupportTrace, done: Completion) -> str | None:
 
 @torch.no_grad()
 def _compare(
-    scorer: PolicyScorer, batch: TokenBatch, sampling: Sampling
+    scorer: PolicyScorer, batch: TokenBatch, sampling: Sampling, order: Order
 ) -> tuple[Tensor, Tensor]:  # [n] bool, [n] float32
     """Return which sets are the trainer's own, and the probability of tokens in one set alone."""
     same, apart = [], []
@@ -145,7 +165,7 @@ def _compare(
         slots = micro.trainable.nonzero()[:, 0]
         tempered = scorer.logits(micro, slots)
         rows = BatchSampling.from_requests([sampling] * len(slots), tempered.device)
-        own = narrow(tempered, rows).isfinite()
+        own = order(tempered, rows).isfinite()
         assert micro.support is not None
         kept = micro.support.at(slots)
         engine = torch.zeros_like(own)

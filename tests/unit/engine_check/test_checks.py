@@ -8,8 +8,10 @@ import torch
 
 from onepolicy.engine_check.checks import topk_share
 from onepolicy.engine_check.command import check_route_shapes
-from onepolicy.engine_check.supports import _wrong_values
+from onepolicy.engine_check.supports import ORDERS, _wrong_values
+from onepolicy.rollout.hf.sampler import BatchSampling
 from onepolicy.support.trace import SupportTrace
+from onepolicy.types import Sampling
 
 ROW = [0.1, 0.4, 0.2, 0.3]  # the likeliest first: 1, 3, 2, 0
 
@@ -93,3 +95,12 @@ def test_values_of_a_set_by_hand(subtests):
         torch.tensor([0.5, 0.5, 1.0]).log(),
     )
     assert _wrong_values(twice, done) == "a sampled token stands twice in its set"
+
+
+def test_top_p_of_the_whole_distribution_keeps_more_than_top_p_of_what_top_k_left():
+    """By hand: of 0.4, 0.3, 0.2, 0.1 top_k leaves three. Renormalised, the first two have 0.78;
+    before, they have 0.7, so the third is kept too."""
+    tempered = torch.tensor([[0.3, 0.1, 0.4, 0.2]]).log()
+    rows = BatchSampling.from_requests([Sampling(1.0, 1, 0.75, 3)], tempered.device)
+    kept = [order(tempered, rows).isfinite()[0].tolist() for order in ORDERS]
+    assert kept == [[True, False, True, False], [True, False, True, True]]
