@@ -80,6 +80,11 @@ def add_audit(commands: Commands) -> None:
         action="store_true",
         help="and figures/*.png (with kaleido, in the system's Chromium)",
     )
+    _add_pipelines(audit)
+    _add_limits(audit)
+
+
+def _add_pipelines(audit: argparse.ArgumentParser) -> None:
     audit.add_argument(
         "--conformance",
         type=Path,
@@ -95,7 +100,6 @@ def add_audit(commands: Commands) -> None:
         help="end with exit status 1 if the verdict on a dump is this one (repeatable), as a "
         "training pipeline's check",
     )
-    _add_limits(audit)
 
 
 def _add_limits(audit: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a gateway's Unix socket. What a killed process left is removed by the next one."""
+"""The folder of a gateway's Unix socket. The next one removes that of a killed process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SocketFolder:
     """
 
     def __init__(self) -> None:
-        """Remove what is left over, and make the folder."""
+        """Remove leftovers, and make the folder."""
         home = Path(tempfile.gettempdir())
         for left in home.glob(f"{PREFIX}*"):
             _remove_left(left)

@@ -84,7 +84,7 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 def turning(theirs: Rotate) -> Rotate:
-    """Return a function in the place of theirs, which still computes what is not as usual."""
+    """Return a function in the place of theirs, which still computes unusual arguments."""
 
     def turn(
         query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *others: Any, **named: Any

@@ -238,7 +238,7 @@ def moved(first: float, last: float) -> str:
 
 
 def goes(name: str, first: float, last: float) -> str:
-    """Return a figure's words for what `moved` says of a finished run."""
+    """Return the words of `moved` for a figure's title."""
     if hardly_differs(first, last):
         return f"{name} stays near {number(last)}"
     return f"{name} goes from {' to '.join(ends(first, last))}"

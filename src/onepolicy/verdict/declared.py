@@ -1,7 +1,7 @@
 """Declarations about the two sides: number formats, age, and a gap that is made on purpose.
 
-They say how large a sound gap may be. The command line reads the formats, and what a verdict may
-advise, without torch.
+They say how large a sound gap may be. The command line reads the formats and
+the actions of a verdict without torch.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class RouteBook:
         logp: Sequence[float | None] | None = None,
         support: SupportTrace | None = None,
     ) -> None:
-        """Add one call's path with what is known of it."""
+        """Add one call's path with all that is known of it."""
         tokens = (*prompt, *completion)
         self._paths.append(SampledPath(tokens, len(prompt), routes, logp, support))
 

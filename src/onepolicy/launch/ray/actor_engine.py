@@ -137,9 +137,9 @@ class ActorEngine:
 
     async def _watch(self) -> None:
         """Let Ray restart a process that is silent, and give up one that does not come back."""
-        while (left := self._seconds_left()) > 0:
+        while self._seconds_left() > 0:
             try:
-                process, version = await self._ping(left)
+                process, version = await self._ping(self._seconds_left())
             except TimeoutError:
                 if self._gone_since is None:
                     self._miss("no answer")

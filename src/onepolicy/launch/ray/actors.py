@@ -138,7 +138,7 @@ class _RunActors:
         return Replicas(engines, ray.put)
 
     def _replica_spec(self, spec: EngineSpec) -> EngineSpec:
-        """Return what a replica builds its engine from: it has no learner beside it."""
+        """Return the spec of a replica's engine, which has no learner beside it."""
         gpus = self.cluster.gpus_per_replica
         device = "cpu"
         if self.cuda if gpus is None else gpus > 0:

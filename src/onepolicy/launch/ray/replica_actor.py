@@ -32,7 +32,7 @@ MEETING_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What an engine is built from and which weights it has. Every request brings it.
+    """The settings and the weights of an engine. Every request brings them.
 
     So a process that Ray has restarted, and whose requests Ray sends again, needs nothing else.
     """

@@ -130,7 +130,7 @@ class Ranks:
         return Call(name, None, arguments)
 
     def _receive(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """Fill a tensor with what rank 0 announces; with 0 if rank 0 has gone.
+        """Fill a tensor with the call that rank 0 announces; with 0 if rank 0 has gone.
 
         Raises TrainingError if rank 0 stands still.
         """
@@ -242,11 +242,14 @@ class Ranks:
 
     def end(self, *, failed: bool = False) -> None:
         """Leave the others. On rank 0: tell them that the run has ended, and whether it failed."""
+        end = ENDED_KEY
+        if failed:
+            end = FAILED_KEY
         if self.rank == 0:
             self._ended.set()
             with suppress(RuntimeError):
                 self._store.set(self._failure_key(0), "")
-                self._store.set(FAILED_KEY if failed else ENDED_KEY, "")
+                self._store.set(end, "")
                 held = self._announcing.acquire(timeout=GRACE_S)  # not if a rank takes nothing
                 ended = torch.zeros(1, dtype=torch.int64, device="cpu")
                 work = dist.broadcast(ended, 0, group=self._calls, async_op=True)
