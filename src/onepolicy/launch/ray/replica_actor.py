@@ -157,7 +157,9 @@ def tensor_of(parts: tuple[Any, torch.dtype, tuple[int, ...]]) -> Tensor:
     import torch
 
     data, dtype, shape = parts
-    return torch.from_numpy(data.copy()).view(dtype).view(shape)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    tensor.view(-1).view(torch.uint8).numpy()[:] = data
+    return tensor
 
 
 def tensors_of(buckets: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
