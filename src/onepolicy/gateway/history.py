@@ -115,7 +115,7 @@ class History:
             self._room(tokens, request),
             min(turn.path.first_missing_route, turn.length),
             len(turn.root.prompt),
-            facts=facts,
+            facts=facts + self._facts_about_text(tail),
         )
 
     def count_tokens(self, request: Request) -> int:
@@ -261,7 +261,7 @@ class History:
             len(tokens),
             broken,
             break_,
-            facts,
+            facts + self._facts_about_text(tokens),
         )
 
     def _describe_break(
@@ -307,6 +307,11 @@ class History:
                 code="context_length_exceeded",
             )
         return min(room, self.max_tokens, request.max_tokens or self.max_tokens)
+
+    def _facts_about_text(self, rendered: Sequence[int]) -> tuple[Reason, ...]:
+        if self.renderer.lacks_characters(rendered):
+            return (Reason.UNKNOWN_CHARACTERS,)
+        return ()
 
     def _facts_about(
         self, completion: Completion, versions: tuple[int, int] | None

@@ -13,7 +13,6 @@ import itertools
 import logging
 import math
 import socket
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -36,6 +35,7 @@ from onepolicy.gateway.program_sandbox import Ended, ProgramSandbox
 from onepolicy.gateway.rendering import Renderer
 from onepolicy.gateway.server import make_app
 from onepolicy.gateway.session import Limits, Session
+from onepolicy.gateway.socket_folder import SocketFolder
 from onepolicy.gateway.turns import Reason
 from onepolicy.interfaces import EpisodeError, MetricsSource, Problem, SampleFn
 from onepolicy.types import Completion, Sample
@@ -250,8 +250,8 @@ class _Gateway:
     def __init__(self, programs: int) -> None:
         """Make the server. programs: how many may run at once."""
         self.users = 0
-        self._folder = tempfile.TemporaryDirectory(prefix="onepolicy-")
-        self.socket = Path(self._folder.name) / "gateway.sock"
+        self._folder = SocketFolder()
+        self.socket = self._folder.socket
         self._sessions: dict[str, Session] = {}
         self._episodes = Episodes(self._sessions.__getitem__)
         app = make_app(self._episodes, MODEL)
@@ -318,7 +318,7 @@ class _Gateway:
         if self._running is not None:
             self._server.should_exit = True
             await asyncio.gather(self._running, return_exceptions=True)
-        self._folder.cleanup()
+        self._folder.remove()
 
 
 def _number(text: str) -> float | None:

@@ -8,6 +8,7 @@ into plain characters: no text can end a turn or open another.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from onepolicy.envs.multiturn.dialogue import (
 from onepolicy.envs.multiturn.tokenization import encode_text
 from onepolicy.gateway.messages import Call, Message, RequestError, Tool
 
+LOG = logging.getLogger(__name__)
 THOUGHT_START = "<think>"
 TURN_PLACEHOLDER = "textofturn"
 EXAMPLE_TOOL: Tool = {
@@ -127,6 +129,7 @@ class Renderer:
             self.no_calls = str(error).removeprefix("task.tools: ")
         opening = render_chat(tokenizer, [EXAMPLE_QUESTION], prompt=True)
         self._starts_in_thought = opening.rstrip().endswith(THOUGHT_START)
+        self._told = False
         self._late_system = "system"
         if not self._writes_late_system():
             self._late_system = "user"
@@ -197,6 +200,21 @@ class Renderer:
             if call is not None
         ]
         return Message("assistant", before, thought, tuple(calls))
+
+    def lacks_characters(self, ids: Sequence[int]) -> bool:
+        """Return whether the ids of messages have the unknown token. The first ones are told."""
+        unknown = self.tokenizer.unk_token_id
+        # Some tokenizers name the token that ends turns as their unknown one, and know every text.
+        if unknown is None or unknown == self.tokenizer.eos_token_id or unknown not in ids:
+            return False
+        if not self._told:
+            self._told = True
+            LOG.warning(
+                "a program sent characters that the tokenizer does not know; the policy reads %s "
+                "in their place",
+                self.tokenizer.unk_token,
+            )
+        return True
 
     def _placeholders(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Placeholders:
         texts = [json.dumps(list(tools))]

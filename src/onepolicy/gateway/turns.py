@@ -25,6 +25,7 @@ class Reason(StrEnum):
     RETRY_SIBLING = "retry sibling"  # another turn was sampled after the same tokens
     SAMPLING_OVERRIDDEN = "sampling overridden"  # the client asked for other settings, in vain
     LENGTH_CAPPED = "length capped"  # the client asked for more tokens than there may be
+    UNKNOWN_CHARACTERS = "unknown characters"  # its messages have some that the tokenizer lacks
     NO_VALUES = "no values"  # its tokens have no log-probabilities: they are not trained on
     NO_ROUTES = "no routes"
     UNKNOWN_VERSION = "weights changed without version"

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from onepolicy.gateway.socket_folder import PREFIX
 from support.faulty_runs import (
     Fault,
     assert_complete,
@@ -95,9 +96,12 @@ def died(out):
     return sum(round(row["program/died"] * EPISODES) for row in rows(out))
 
 
-def test_nothing_is_lost_or_counted_twice(tmp_path):
+def test_nothing_is_lost_or_counted_twice(tmp_path, monkeypatch):
     """A killed program is an episode that ended and earns 0. A run whose process is killed amid an
-    episode is the run that was not, and leaves no program behind."""
+    episode is the run that was not, and leaves no program and no socket behind."""
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    monkeypatch.setenv("TMPDIR", str(sockets))
     recipe = write_recipe(tmp_path)
     whole, out = tmp_path / "whole", tmp_path / "run"
     run = start(recipe, f"out={whole}")
@@ -113,6 +117,7 @@ def test_nothing_is_lost_or_counted_twice(tmp_path):
     killer.until(lambda: len(steps_of(out)) == 3)
     (driver,) = children_of(run.pid)
     left = wait_for(killer.waiting, run, poll=POLL_S)
+    (socket,) = sockets.glob(f"{PREFIX}*")
     os.kill(driver, signal.SIGKILL)
     fault = Fault(out)
     wait_until_gone(left)
@@ -121,3 +126,5 @@ def test_nothing_is_lost_or_counted_twice(tmp_path):
     assert_complete(out, STEPS)
     assert_same_run(whole, out, STEPS)
     assert not killer.waiting()
+    assert not socket.exists()
+    assert not list(sockets.glob(f"{PREFIX}*"))

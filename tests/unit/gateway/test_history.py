@@ -138,6 +138,31 @@ def test_no_text_of_a_program_can_end_a_turn():
     assert [tokens.count(mark) for mark in marks] == [6, 3]
 
 
+def test_characters_that_the_tokenizer_lacks_are_marked_and_told_once(caplog):
+    renderer = Renderer(TOKENIZER)
+    session = session_of("one", "two", "three", renderer=renderer)
+    first = ask(session, Message("user", "\u00fc"))
+    second = ask(session, Message("user", "\u00fc"), first.message, AGAIN)
+    third = ask(session, Message("user", "\u00fc"), first.message, AGAIN, second.message,
+                Message("user", "\u00e4"))  # fmt: skip
+    assert [turn.facts for turn in (first, second, third)] == [
+        (Reason.UNKNOWN_CHARACTERS,),
+        (),  # what is new in it is known
+        (Reason.UNKNOWN_CHARACTERS,),
+    ]
+    assert session.history.counts()["unknown characters"] == 2
+    (told,) = [record.getMessage() for record in caplog.records if "not know" in record.message]
+    assert told.endswith("the policy reads <unk> in their place")
+
+
+def test_an_unknown_token_that_ends_turns_says_nothing():
+    """As that of GPT-2, which knows every text."""
+    tokenizer = tokenizer_of(HERMES)
+    tokenizer.unk_token = tokenizer.eos_token
+    (turn,) = [ask(session_of("one", renderer=Renderer(tokenizer)), USER)]
+    assert turn.facts == ()
+
+
 def test_a_cut_turn_is_ended_before_it_is_continued():
     session = session_of("a long answer", "done", max_tokens=4)
     first = ask(session, USER)
