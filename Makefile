@@ -15,8 +15,8 @@ help: ## this text
 $(VENV)/.train $(VENV)/.dev $(VENV)/.vllm: export PIP_CONSTRAINT := constraints.txt
 $(VENV)/.train $(VENV)/.dev $(VENV)/.vllm: export PIP_BUILD_CONSTRAINT := constraints.txt
 # The pins of the other venvs clash with those, but not with the tools that build.
-%/.ready: export PIP_CONSTRAINT := tests/support/build-constraints.txt
-%/.ready: export PIP_BUILD_CONSTRAINT := tests/support/build-constraints.txt
+%/.ready %/.programs: export PIP_CONSTRAINT := tests/support/build-constraints.txt
+%/.ready %/.programs: export PIP_BUILD_CONSTRAINT := tests/support/build-constraints.txt
 
 # pip's resolver keeps to constraints.txt, the one pin file. Stamps make later runs start at once. Logs have pip's times, from
 # which `make test` prints the seconds of downloads.
@@ -63,6 +63,17 @@ $(GATEWAY)/.ready: $(VENV)/.dev tests/support/gateway/requirements.txt
 	@echo "Making $(GATEWAY): the SDKs of OpenAI and Anthropic, and the gateway's server"
 	$(call borrowing,$(GATEWAY))
 	$(GATEWAY)/bin/pip install -q --log $(GATEWAY)/pip.log --no-warn-conflicts -r tests/support/gateway/requirements.txt
+	touch $@
+
+# Agent programs that play through the gateway, unmodified: from PyPI, and with PyPI's node from npm. 1 GB, so `make zero` goes
+# without. npm may leave out what packages run at their installation.
+$(GATEWAY)/.programs: $(GATEWAY)/.ready tests/support/gateway/programs.txt tests/support/gateway/npm/package-lock.json
+	@echo "Adding agent programs to $(GATEWAY): mini-swe-agent, smolagents, and from npm Claude Code, codex, opencode"
+	$(GATEWAY)/bin/pip install -q --log $(GATEWAY)/pip.log --no-warn-conflicts -r tests/support/gateway/programs.txt
+	mkdir -p $(GATEWAY)/npm && cp tests/support/gateway/npm/*.json $(GATEWAY)/npm/
+	cd $(GATEWAY)/npm && export PATH="$$PWD/../bin:$$PATH" && npm ci --no-audit --no-fund --loglevel=error && \
+	  node node_modules/@anthropic-ai/claude-code/install.cjs && node node_modules/opencode-ai/postinstall.mjs || \
+	  echo "npm failed: tests of Claude Code, codex and opencode are skipped"
 	touch $@
 
 # TRL, in which the adapter trains, likewise; with our transformers, accelerate and peft.

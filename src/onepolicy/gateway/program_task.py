@@ -16,7 +16,6 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Unpack
 
 import uvicorn

@@ -16,6 +16,7 @@ import httpx2
 import pytest
 
 from onepolicy.record.read import read_dump
+from support.gateway_live import free_port
 from support.paths import ROOT
 from support.waiting import until
 
@@ -62,12 +63,6 @@ for turn in range(turns):
         sys.stdin.readline()  # all have begun
     messages += [answer["choices"][0]["message"], {"role": "user", "content": "2+2="}]
 """
-
-
-def free_port():
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
 
 
 class Process:
