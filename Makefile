@@ -67,11 +67,11 @@ $(GATEWAY)/.ready: $(VENV)/.dev tests/support/gateway/requirements.txt
 
 # Agent programs that play through the gateway, unmodified: from PyPI, and with PyPI's node from npm. 1 GB, so `make zero` goes
 # without. npm may leave out what packages run at their installation.
-$(GATEWAY)/.programs: $(GATEWAY)/.ready tests/support/gateway/programs.txt tests/support/gateway/npm/package-lock.json
+$(GATEWAY)/.programs: $(GATEWAY)/.ready tests/support/gateway/programs.txt tests/support/gateway/package.json
 	@echo "Adding agent programs to $(GATEWAY): mini-swe-agent, smolagents, and from npm Claude Code, codex, opencode"
 	$(GATEWAY)/bin/pip install -q --log $(GATEWAY)/pip.log --no-warn-conflicts -r tests/support/gateway/programs.txt
-	mkdir -p $(GATEWAY)/npm && cp tests/support/gateway/npm/*.json $(GATEWAY)/npm/
-	cd $(GATEWAY)/npm && export PATH="$$PWD/../bin:$$PATH" && npm ci --no-audit --no-fund --loglevel=error && \
+	mkdir -p $(GATEWAY)/npm && cp tests/support/gateway/package.json $(GATEWAY)/npm/
+	cd $(GATEWAY)/npm && export PATH="$$PWD/../bin:$$PATH" && npm install --no-audit --no-fund --loglevel=error && \
 	  node node_modules/@anthropic-ai/claude-code/install.cjs && node node_modules/opencode-ai/postinstall.mjs || \
 	  echo "npm failed: tests of Claude Code, codex and opencode are skipped"
 	touch $@
