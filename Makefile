@@ -72,9 +72,8 @@ $(GATEWAY)/.programs: $(GATEWAY)/.ready tests/support/gateway/programs.txt tests
 	$(GATEWAY)/bin/pip install -q --log $(GATEWAY)/pip.log --no-warn-conflicts -r tests/support/gateway/programs.txt
 	mkdir -p $(GATEWAY)/npm && cp tests/support/gateway/package.json $(GATEWAY)/npm/
 	cd $(GATEWAY)/npm && export PATH="$$PWD/../bin:$$PATH" && npm install --no-audit --no-fund --loglevel=error && \
-	  node node_modules/@anthropic-ai/claude-code/install.cjs && node node_modules/opencode-ai/postinstall.mjs || \
-	  echo "npm failed: tests of Claude Code, codex and opencode are skipped"
-	touch $@
+	  node node_modules/@anthropic-ai/claude-code/install.cjs && node node_modules/opencode-ai/postinstall.mjs && \
+	  touch ../.programs || echo "npm failed: tests of Claude Code, codex and opencode are skipped"
 
 # TRL, in which the adapter trains, likewise; with our transformers, accelerate and peft.
 TRL := .venv-trl

@@ -3,10 +3,10 @@
     python benchmarks/program_curve.py                 # seeds 1 2 3
     python benchmarks/program_curve.py --show          # train nothing: what is in the tree
 
-The policy, the problems and the conversations are those of benchmarks/zero, with four digits: a
-lead asks a helper three times, and the helper guesses a tenth of its answers in place of calling its
-tool. That is what training takes off. plain.py plays them through the gateway in its sandbox, the
-standard library as its client.
+The policy and the conversations are those of benchmarks/zero, with problems of four digits: a lead
+asks a helper three times, and the helper guesses a tenth of its answers instead of calling its
+tool. That is what training takes off. plain.py plays them through the gateway in its sandbox, with
+the standard library as its client.
 
 Settings and seeds are those of a pilot with seed 0, in which the reward rose from 0.56 to 0.75 in
 ten steps. The claim was fixed before the runs: in each of the seeds 1, 2 and 3 the mean reward of

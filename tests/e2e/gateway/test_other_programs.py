@@ -138,14 +138,13 @@ def programs(name, tokenizer):
     for word in command[:2]:
         if word.startswith("/") and shutil.which(word) is None and not Path(word).exists():
             pytest.skip(f"needs {name}, which `make test-gateway` installs if npm can be reached")
-    seen = {Path(path).resolve() for path in (sys.prefix, sys.base_prefix, *sys.path[1:])}
+    paths = {Path(path).resolve() for path in (sys.prefix, sys.base_prefix, *sys.path[1:])}
+    seen = {path for path in paths if path.exists()} - {ROOT / "src", ROOT / "tests"}
     config = ProgramTask(
         problems={"kind": "gym", "name": "products"},
         command=command,
         folder=str(ROOT / "tests" / "support" / "gateway" / "programs"),
-        readable=sorted(
-            str(path) for path in seen if path.exists() and {"src", "tests"}.isdisjoint(path.parts)
-        ),
+        readable=sorted(map(str, seen)),
         env=PROGRAMS[name]["env"],
         reward="exit",
         seconds=900,
