@@ -93,9 +93,9 @@ def record_programs(engine, model, folder):
         assert (rollout < 0).all()
         assert set(block.columns["turn"][mask]) == {0, 1}
         assert len(set(block.columns["version"][mask])) == 1
-        routes = [block.columns[f"routes_{side}"] for side in ("rollout", "trainer")]
+        routes = [np.sort(block.columns[f"routes_{side}"], -1) for side in ("rollout", "trainer")]
         assert (routes[0] >= 0).mean() > 0.9  # all but those of each path's last token
-        assert (routes[0] == routes[1]).mean() > 0.9
+        assert (routes[0] == routes[1]).mean() > 0.97
         rows += mask.sum()
     assert rows > 2 * EPISODES
     return folder / "out" / "dump"
