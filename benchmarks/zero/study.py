@@ -108,8 +108,8 @@ def play_all(options: argparse.Namespace) -> None:
         for line in pool.imap_unordered(partial(play, out=options.out), jobs):
             with options.results.open("a", encoding="utf-8") as results:
                 results.write(json.dumps(line) + "\n")
-            print({name: line[name] for name in ("budget", "arm", "seed", "held_out", "seconds")},
-                  flush=True)  # fmt: skip
+            print(line["budget"], line["arm"], line["seed"], f"{line['seconds']} s",
+                  line["curves"]["reward"], line["error"] or "", flush=True)  # fmt: skip
 
 
 def planned(seeds: Sequence[int] | None = None) -> Iterator[Job]:
@@ -160,13 +160,12 @@ def supports_of(arm: str) -> AbstractContextManager[None]:
 
 
 def measured(rows: list[Line]) -> Line:
-    """Return a run's held-out accuracies, and its curves as means of quarters."""
+    """Return a run's curves as means of quarters."""
     steps = [row for row in rows if "train/reward" in row]
     size = max(1, len(steps) // BLOCKS)
     blocks = [steps[at : at + size] for at in range(0, size * BLOCKS, size)]
     return {
         "steps": len(steps),
-        "held_out": [row["eval/avg@2"] for row in rows if "eval/avg@2" in row],
         "curves": {
             name: [block_mean(block, metric) for block in blocks] for name, metric in CURVES.items()
         },
@@ -174,15 +173,15 @@ def measured(rows: list[Line]) -> Line:
 
 
 def fails(line: Line) -> bool:
-    """Return whether a run ended early, or with an accuracy that is not above its start's."""
-    return line["error"] is not None or line["held_out"][-1] <= line["held_out"][0]
+    """Return whether a run ended with an error, or with a reward that is not above its start's."""
+    return line["error"] is not None or last(line) <= line["curves"]["reward"][0]
 
 
 def last(line: Line) -> float:
-    """Return the accuracy at the end; 0 of a run that ended early."""
+    """Return the mean reward of the last quarter; 0 of a run that ended with an error."""
     if line["error"] is not None:
         return 0.0
-    return float(line["held_out"][-1])
+    return float(line["curves"]["reward"][-1])
 
 
 def sign_flips(gaps: Sequence[float]) -> float:
@@ -229,14 +228,15 @@ def table(lines: Sequence[Line]) -> str:
     rows = [
         verdict(lines),
         "",
-        "| turns | arm | runs | fail | held-out, start | end | k3, first quarter | last | "
+        "| turns | arm | runs | fail | reward, start | end | k3, first quarter | last | "
         "routers that differ, first quarter |",
         "|" + " --- |" * 9,
     ]
     for budget, arm in itertools.product(PLAN["budgets"], PLAN["arms"]):
         runs = [line for line in lines if (line["budget"], line["arm"]) == (budget, arm)]
         if runs:
-            start = statistics.fmean(line["held_out"][0] for line in runs)
+            starts = [line["curves"]["reward"][0] for line in runs]
+            start = statistics.fmean(each for each in starts if each is not None)
             curves = (curve(runs, name, at) for name, at in (("k3", 0), ("k3", -1), ("routers", 0)))
             rows.append(
                 f"| {budget} | {arm} | {len(runs)} | {sum(map(fails, runs))} | {start:.3f} | "

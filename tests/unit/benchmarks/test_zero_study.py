@@ -9,8 +9,8 @@ from onepolicy.config import load
 
 
 def line(budget, arm, seed, start, end, error=None):
-    found = {"budget": budget, "arm": arm, "seed": seed, "held_out": [start, end], "error": error}
-    return found | {"curves": {"k3": [0.01, 0.02], "routers": [0.1, None]}}
+    curves = {"reward": [start, 0.0, 0.0, end], "k3": [0.01, 0.02], "routers": [0.1, None]}
+    return {"budget": budget, "arm": arm, "seed": seed, "curves": curves, "error": error}
 
 
 def test_the_runs_are_the_registered_ones():
