@@ -95,15 +95,26 @@ def add(teacher: Teacher, question: str, rng: random.Random, guesses: float) -> 
     return teacher.turn([*messages, called, result], "add", result.text).text
 
 
-def play(teacher: Teacher, terms: Sequence[int], rng: random.Random, guesses: float) -> None:
+def play(
+    teacher: Teacher,
+    terms: Sequence[int],
+    rng: random.Random,
+    guesses: float,
+    gives_up: float = 0.0,
+) -> None:
     """Play what program/agent.py does with a question.
 
     The lead's thoughts are the digits that are left.
+
+    gives_up: probability of each turn of the lead that it guesses the sum instead of asking.
     """
     question = Message("user", "".join(map(str, terms)))
     teacher.turn([Message("system", "title"), question], None, "sum")
     total, items = str(terms[0]), [question]
     for done, term in enumerate(terms[1:], 1):
+        if gives_up and rng.random() < gives_up:
+            total = str(rng.randint(2, 45))
+            break
         left = "".join(map(str, terms[done:]))
         asked = f"{total}+{term}"
         text = f"<think>\n{left}\n</think>\n" + written("ask", input=asked)
@@ -147,11 +158,11 @@ def make_policy(path: Path) -> None:
     tokenizer = make_tokenizer()
     model = tiny.make_model(config, len(tokenizer))
     rows = (row for each in episodes(GUESSES, config.seed) for row in each.conversations())
-    tiny.warm_up(model, tokenizer, lambda _: rows, config, progress=_say)
+    tiny.warm_up(model, tokenizer, lambda _: rows, config, progress=say)
     tiny.save_policy(model, tokenizer, config, path)
 
 
-def _say(step: int, loss: float, accuracy: float) -> None:
+def say(step: int, loss: float, accuracy: float) -> None:
     if step % 100 == 0:
         print(f"warm-up, step {step}: loss {loss:.3f}, right {accuracy:.1%}", flush=True)
 
