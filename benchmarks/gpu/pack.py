@@ -30,7 +30,7 @@ WHEELS = (
 )
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 SOURCES = ("src", "tests", "benchmarks", "recipes", "pyproject.toml")
-LEFT_OUT = "benchmarks/evidence/", "benchmarks/zero/policy/"
+LEFT_OUT = "benchmarks/evidence/", "benchmarks/zero/policy/", "benchmarks/zero/study_policy/"
 KEPT = "benchmarks/evidence/policies/one-of-8/"
 
 
