@@ -172,7 +172,7 @@ class TopkAnswer(TopkHook):
             with self:
                 out = self.forward(*args, **kwargs)
         finally:
-            self._ids = torch.empty(0)
+            self._ids = torch.empty(0, device="cpu")
         self._check_one_selection(self._selected)
         return out
 
