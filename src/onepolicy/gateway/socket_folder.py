@@ -30,7 +30,7 @@ class SocketFolder:
         assert lock is not None
         self.path = hidden.rename(home / hidden.name[1:])
         self.socket = self.path / SOCKET
-        self.remove = weakref.finalize(self, _remove, self.path, lock)
+        self.remove = weakref.finalize(self, _remove_of, os.getpid(), self.path, lock)
 
 
 def _lock(folder: Path) -> int | None:
@@ -52,6 +52,12 @@ def _remove_left(folder: Path) -> None:
         lock = _lock(folder)
         if lock is not None:
             _remove(folder, lock)
+
+
+def _remove_of(maker: int, folder: Path, lock: int) -> None:
+    """Remove the folder in the process that made it: a forked one ends with the same finalizers."""
+    if os.getpid() == maker:
+        _remove(folder, lock)
 
 
 def _remove(folder: Path, lock: int) -> None:

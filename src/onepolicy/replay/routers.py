@@ -173,7 +173,7 @@ class Routers(BoundRouters):
                 are ordered by step, or none of them is valid. Or, with `check`, the routes are not
                 those of this forward's tokens and weights.
         """
-        self._check_arguments(trace, soft, weights)
+        self.check_replayable(trace, soft, weights)
         planned = None
         if check:
             planned = self._checks.plan(trace, on_mismatch=on_mismatch)
@@ -199,8 +199,8 @@ class Routers(BoundRouters):
     ) -> Iterator[ReplayHandle]:
         """Replay a trace that is known to be one of this model.
 
-        The learner's are: they were checked as they arrived, and `train/checks.py` compares them
-        with the routers' own choice. Arguments are those of `replay` and `ReplayHandle`.
+        The learner's are: `Learner.score` checks a step's, and `train/checks.py` compares them with
+        the routers' own choice. Arguments are those of `replay` and `ReplayHandle`.
 
         Raises:
             RoutingError: a router was not called, was called twice, or was given another number of
@@ -264,7 +264,10 @@ class Routers(BoundRouters):
                     "bind_routers again"
                 )
 
-    def _check_arguments(self, trace: RoutingTrace, soft: float | None, weights: bool) -> None:
+    def check_replayable(
+        self, trace: RoutingTrace, soft: float | None = None, weights: bool = False
+    ) -> None:
+        """Raise UsageError or RoutingError unless `replay` can replay this trace so."""
         self._check_layers()
         refuse_router_loss(getattr(self._model, "config", None))
         self.check_trace(trace, self.layers)

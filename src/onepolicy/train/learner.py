@@ -75,6 +75,9 @@ class LocalLearner:
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Fill the fields that the update needs from models: see `interfaces.Learner.score`."""
         check_batch(batch, self.scorer.vocab_size, narrows=self._narrows)
+        routers, mode = self.scorer.routers, self.scorer.replay_mode
+        if routers is not None and mode.routes == "routing" and batch.routing is not None:
+            routers.check_replayable(batch.routing, **mode.settings)
         return self._fill_scores(batch)
 
     def _fill_scores(self, batch: TokenBatch) -> TokenBatch:

@@ -167,7 +167,7 @@ class PolicyScorer:
                 raise RoutingError("replay is on, but the batch has no routes; they were dropped")
             if micro.shared is not None:
                 routes = routes.at(micro.shared.slots)
-            # checked as they arrived; `check_scored` compares the whole batch
+            # `Learner.score` has checked their form; `check_scored` compares the whole batch
             return self.routers.replay_known(routes, native=native, **mode.settings)
         if native:
             return self.routers.record()

@@ -32,6 +32,7 @@ FAILED_KEY = "failed"  # the same, with one
 NO_CALL_YET = -1  # in place of a call's size
 ANNOUNCEMENTS = 4  # of it within the limit
 MAX_CAUSE_CHARS = 500
+COLLECTIVE = "/gloo/", "pair closure"  # of gloo's errors
 
 
 class RankLost(TrainingError):
@@ -78,6 +79,7 @@ class Ranks:
         self._count = 0  # calls so far
         self._in_call = self.rank > 0  # what it calls then is a part of the call
         self._announcing, self._ended = threading.Lock(), threading.Event()
+        self._unheard: RuntimeError | None = None  # between two calls; the next one explains it
         if self.rank == 0:
             threading.Thread(target=self._announce_no_call, daemon=True).start()
 
@@ -97,6 +99,8 @@ class Ranks:
         with self._announcing:
             self._in_call = True
         try:
+            if self._unheard is not None:
+                raise self._unheard
             self._announce(Call(name, batch, arguments))
             yield
         except Exception as error:
@@ -140,7 +144,8 @@ class Ranks:
         except RuntimeError as error:
             if time.monotonic() - began >= self._limit:
                 # not asked for in the store: that of Ray is in rank 0's process
-                raise self._lost([0], str(error).splitlines()[0]) from error
+                reason = "if it lives, it waits for another rank, which it names"
+                raise self._lost([0], f"{reason}; {str(error).splitlines()[0]}") from error
             tensor.zero_()  # whoever started it says why
 
     @contextmanager
@@ -174,11 +179,13 @@ class Ranks:
 
     def _announce_no_call(self) -> None:
         """Let the others know that rank 0 lives, while it samples, evaluates or writes."""
-        with suppress(RuntimeError):  # the next call meets the same error, and explains it
+        try:
             while not self._ended.wait(self._limit / ANNOUNCEMENTS):
                 with self._announcing:
                     if not self._in_call and not self._ended.is_set():
                         self._announce_size(NO_CALL_YET)
+        except RuntimeError as error:
+            self._unheard = error
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -193,15 +200,31 @@ class Ranks:
             self._store.set(self._failure_key(self.rank), _cause(error))
             while len(found) < len(ranks):
                 for rank in ranks:
-                    if rank not in found and self._store.check([self._failure_key(rank)]):
-                        found[rank] = self._store.get(self._failure_key(rank)).decode()
+                    cause = self._failure_of(rank)
+                    if cause is not None:
+                        found[rank] = cause
                 if time.monotonic() > deadline:
                     break
                 time.sleep(POLL_S)
         return found
 
-    def _failure_key(self, rank: int) -> str:
-        return f"failed/{self._count}/{rank}"
+    def _failure_of(self, rank: int) -> str | None:
+        """Return the cause that a rank has told of this call, None if it has told none.
+
+        Also of the one before, if that failed on a rank after rank 0 had left it.
+        """
+        keys, before = [self._failure_key(rank)], self._count - 1
+        if self.rank == 0 and not self._store.check([self._failure_key(0, before)]):
+            keys.append(self._failure_key(rank, before))
+        for key in keys:
+            if self._store.check([key]):
+                return self._store.get(key).decode()
+        return None
+
+    def _failure_key(self, rank: int, count: int | None = None) -> str:
+        if count is None:
+            count = self._count
+        return f"failed/{count}/{rank}"
 
     def _explain(self, error: Exception, failed: dict[int, str]) -> None:
         """Raise TrainingError if a failed collective is the error.
@@ -282,7 +305,7 @@ class Ranks:
 
 def _cause(error: Exception) -> str:
     """Return an error in one line, "" for a failed collective: another rank has the cause."""
-    if isinstance(error, dist.DistError) or "/gloo/" in str(error):
+    if isinstance(error, dist.DistError) or any(each in str(error) for each in COLLECTIVE):
         return ""
     text = str(error).splitlines() or [""]
     if not isinstance(error, UsageError | TrainingError):
