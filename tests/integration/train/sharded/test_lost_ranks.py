@@ -90,6 +90,13 @@ def test_a_rank_0_that_stops_while_it_samples_is_named_within_the_limit(start):
     assert f"train.rank_timeout is {LIMIT} s" in said
 
 
+def test_a_rank_that_stops_while_rank_0_samples_is_named_by_the_next_call(start):
+    first, second = start("samples")
+    os.kill(second.pid, signal.SIGSTOP)
+    said = first.stdout.readline()
+    assert re.search(rf"TrainingError: .*no answer from rank 1 \(process {second.pid} on", said), said
+
+
 def test_a_rank_0_that_samples_for_longer_than_the_limit_is_waited_for(start):
     first, second = start("samples")
     assert first.stdout.readline() == "done\n"
