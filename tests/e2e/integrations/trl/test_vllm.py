@@ -63,7 +63,7 @@ def test_routed_vllm_swaps_the_name_and_puts_it_back(monkeypatch):
     with op_trl.routed_vllm():
         vllm_generation.LLM(model="m", tensor_parallel_size=1)
     given = {"model": "m", "tensor_parallel_size": 1}
-    assert built == [given | {"enable_return_routed_experts": True}]
+    assert built == [given | {"enable_return_routed_experts": True, "max_logprobs": -1}]
     assert vllm_generation.LLM is before
 
 
@@ -141,7 +141,7 @@ def test_log_probabilities_of_vllm(routers):
     book = RouteBook(routers, "vllm")
     made = ([PROMPT] * 2, COMPLETIONS, [[[-1.0], [-2.0]], [[-3.0], [None], [-5.0]]], None)
     generation = Bag(mode="colocate", generate=lambda *_: made)
-    watch_generation(generation, book)
+    watch_generation(generation, book, supports=False)
     assert generation.generate("prompts") is made
     assert book.logps([PROMPT] * 2, COMPLETIONS) == [[-1.0, -2.0], [-3.0, None, -5.0]]
 
