@@ -45,7 +45,7 @@ class SupportCounts:
         self.kept += int(counts[mask].sum())
         self.missing += int((mask & ~support.captured).sum())
         self.outside += int((known & ~own).sum())
-        self.twice += _with_repeats(support)
+        self.twice += _with_repeats(support.at(mask.nonzero()[:, 0]))
         if wrong.any() and not self.first:
             place = int(wrong.nonzero()[0, 0])
             ends = block.lengths.cumsum()

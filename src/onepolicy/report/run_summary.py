@@ -429,8 +429,8 @@ def _remarks(summary: Tree) -> Iterator[str]:
     missing = summary.get("missing_supports")
     if missing is not None and missing["attempts"]:
         yield (
-            f"Attempts with a token without support: {missing['attempts']:.0f}, played again; "
-            f"{counted(int(missing['dropped']), 'episode')} dropped."
+            f"Attempts with a token without support: {missing['attempts']:.0f}; "
+            f"{counted(int(missing['dropped']), 'episode')} dropped, for this or another reason."
         )
     if silent:
         yield (

@@ -23,7 +23,7 @@ def mismatch_metrics(batch: TokenBatch) -> dict[str, float]:
     assert batch.entropy is not None
     found = compare_sides(batch, batch.logp_old, batch.logp_rollout)
     metrics = found.metrics()
-    if (batch.turn > 0).any():  # episodes of several turns
+    if (batch.turn[batch.trainable] > 0).any():  # episodes of several turns
         metrics |= metrics_per_turn(batch)
     metrics["train/entropy"] = float(batch.entropy[batch.trainable].mean())
     if batch.support is not None and batch.entropy_vocabulary is not None:

@@ -94,7 +94,9 @@ def test_a_rank_that_stops_while_rank_0_samples_is_named_by_the_next_call(start)
     first, second = start("samples")
     os.kill(second.pid, signal.SIGSTOP)
     said = first.stdout.readline()
-    assert re.search(rf"TrainingError: .*no answer from rank 1 \(process {second.pid} on", said), said
+    assert re.search(rf"TrainingError: .*no answer from rank 1 \(process {second.pid} on", said), (
+        said
+    )
 
 
 def test_a_rank_0_that_samples_for_longer_than_the_limit_is_waited_for(start):
