@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -96,12 +98,17 @@ def died(out):
     return sum(round(row["program/died"] * EPISODES) for row in rows(out))
 
 
-def test_nothing_is_lost_or_counted_twice(tmp_path, monkeypatch):
+@pytest.fixture
+def sockets(monkeypatch):
+    """Return the runs' folder of temporary files: a socket's path has 107 bytes at most."""
+    with TemporaryDirectory(prefix="sockets-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def test_nothing_is_lost_or_counted_twice(tmp_path, sockets):
     """A killed program is an episode that ended and earns 0. A run whose process is killed amid an
     episode is the run that was not, and leaves no program and no socket behind."""
-    sockets = tmp_path / "sockets"
-    sockets.mkdir()
-    monkeypatch.setenv("TMPDIR", str(sockets))
     recipe = write_recipe(tmp_path)
     whole, out = tmp_path / "whole", tmp_path / "run"
     run = start(recipe, f"out={whole}")
