@@ -32,6 +32,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCa
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from evidence import run
 from evidence.drop_supports import dropped_supports
 from evidence.run import block_mean, commit
 from zero import conversations
@@ -49,14 +50,9 @@ from onepolicy.tiny import model as tiny
 HERE = Path(__file__).resolve().parent
 RECIPE, RESULTS, POLICY = HERE / "study.toml", HERE / "study.jsonl", HERE / "study_policy"
 PLAN = tomllib.loads((HERE / "study_plan.toml").read_text(encoding="utf-8"))
-CURVES = {
-    "reward": "train/reward",
-    "k3": "mismatch/k3",
-    "routers": "routing/routers",
-    "entropy": "train/entropy",
-    "grad_norm": "train/grad_norm",
-    "paths": "program/paths",  # conversations of an episode
-}
+SHOWN = ("reward", "k3", "routers", "entropy", "grad_norm")
+CURVES = {name: run.CURVES[name] for name in SHOWN} | {"paths": "program/paths"}
+"""Name -> metric, the last: conversations of an episode."""
 BLOCKS = 4  # a run's curves are means of quarters
 Line = dict[str, Any]
 

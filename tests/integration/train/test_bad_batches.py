@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from onepolicy.config import TrainingError
+from onepolicy.config import TrainingError, UsageError
+from onepolicy.replay.checks import RoutingError
 from onepolicy.rollout.collect import play_episode
 from onepolicy.types import Completion, Sampling
 from support.learner_steps import batch_of, learner_of, one_step
@@ -34,6 +35,37 @@ def test_an_impossible_batch_is_refused_before_any_forward(monkeypatch, subtests
     for change, words in IMPOSSIBLE:
         with subtests.test(words=words), pytest.raises(TrainingError, match=f"batch: {words}"):
             learner.score(changed(batch, *change))
+
+
+def other_routes(batch, change):
+    """Return the batch with other ids of experts. change: of those [T, L, K], in place."""
+    ids = batch.routing.ids.clone()
+    return batch.replace(routing=dataclasses.replace(batch.routing, ids=change(ids)))
+
+
+def twice(ids):
+    ids[9, 1] = ids[9, 1, :1]
+    return ids
+
+
+MALFORMED = [
+    (twice, "", "twice"),
+    (lambda ids: ids[:, :2], "", "layers"),
+    (lambda ids: ids, "replay.mode=weights", "no combine weights"),
+]
+"""(change of a step's routes, setting, the error's words)."""
+
+
+@pytest.mark.parametrize("more", [(), ("correction.ratio=new/rollout",)])
+def test_malformed_routes_are_refused_before_any_forward(more, monkeypatch, subtests):
+    """Also where the update scores by itself."""
+    batch = batch_of()
+    for change, setting, words in MALFORMED:
+        learner = learner_of(*more, *filter(None, [setting]))
+        monkeypatch.setattr(learner.scorer, "forward", lambda *_, **__: pytest.fail("a forward"))
+        refused = pytest.raises((UsageError, RoutingError), match=words)
+        with subtests.test(words=words), refused:
+            learner.score(other_routes(batch, change))
 
 
 ARRIVED = [

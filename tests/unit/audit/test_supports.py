@@ -109,6 +109,15 @@ def test_sets_that_are_none_are_refused(tmp_path, change, message) -> None:
         list(read_dump(write_jsonl(tmp_path / "dump.jsonl", [row]), {}))
 
 
+@pytest.mark.parametrize(("mask", "fault"), [([0, 1, 1], False), ([1, 1, 1], True)])
+def test_an_id_that_stands_twice_is_a_fault_of_sampled_tokens_alone(tmp_path, mask, fault) -> None:
+    row = {"tokens": [4, 1, 2], "mask": mask, "logp_rollout": [-0.5] * 3}
+    row |= {"logp_trainer": [-0.6] * 3, "support_ids": [4, 4, 1, 2, 2], "logp_vocabulary": [-1] * 3}
+    row |= {"support_counts": [2, 2, 1]}
+    found = audit(write_jsonl(tmp_path / "dump.jsonl", [row] * 40), {})
+    assert (found.accumulated.supports.twice > 0) is fault
+
+
 def test_a_probe_of_a_run_has_the_sets_of_its_trained_tokens(tmp_path) -> None:
     trainable = torch.tensor([False, True, True, False, True])
     sets = [[], [3, 8], [4], [], [0, 5, 9]]

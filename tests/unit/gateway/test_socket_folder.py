@@ -31,6 +31,14 @@ def test_a_folder_is_there_until_it_is_removed(home):
     assert names(home) == []
 
 
+def test_a_forked_process_leaves_the_folder_of_its_parent(home, monkeypatch):
+    folder, child = SocketFolder(), os.getpid() + 1
+    with monkeypatch.context() as forked:
+        forked.setattr("os.getpid", lambda: child)
+        folder.remove()
+    assert names(home) == [folder.path.name]
+
+
 def test_what_a_killed_process_left_is_removed_and_nothing_else(home):
     for name in (f"{PREFIX}killed", f"{PREFIX}full", "onepolicy-sync-0"):
         (home / name).mkdir()

@@ -53,11 +53,13 @@ def test_a_trainer_without_a_log_probability_ends_the_run(value):
         mismatch_metrics(made)
 
 
-@pytest.mark.parametrize("turns", [[-1, 0, 0], [0, -1, 1]])
-def test_a_step_has_them_if_an_episode_has_several_turns(turns):
+@pytest.mark.parametrize(("turns", "several"), [([-1, 0, 0], False), ([0, -1, 1], True)])
+def test_a_step_has_them_if_an_episode_has_several_turns(turns, several):
+    """Of trained tokens: a reply of the environment belongs to a turn, too."""
     made = scored(turns, [0.0, 0.1, 0.2]).replace(entropy=torch.zeros(3))
+    made.turn[~made.trainable] = 5
     found = {name for name in mismatch_metrics(made) if "turn@" in name}
-    assert bool(found) == (1 in turns)
+    assert bool(found) == several
     assert found <= metrics_per_turn(made).keys()
 
 

@@ -243,6 +243,21 @@ def test_ranks_that_a_failure_does_not_reach_are_named(ranks):
         fails(first, CLOSED)
 
 
+def test_a_rank_that_fails_after_rank_0_has_left_a_call_is_named_by_the_next(ranks):
+    first = ranks(0)
+    with first.everywhere("step"):
+        pass
+    first._store.set("failed/1/2", "MemoryError: no room")
+    with pytest.raises(TrainingError, match=r"rank 2 \(process 2 on h\): MemoryError: no room"):
+        fails(first, CLOSED)
+    other = ranks(0)
+    with pytest.raises(TrainingError):
+        fails(other, CLOSED)  # call 1: rank 0 has told of it, too
+    with pytest.raises(TrainingError, match=r"no answer from rank 1 .*rank 2") as raised:
+        fails(other, CLOSED)
+    assert "MemoryError" not in str(raised.value)
+
+
 def test_an_error_that_is_no_collectives_stays_what_it_is(ranks):
     for error in (UsageError("model.path: gone"), RuntimeError("out of memory")):
         with pytest.raises(type(error), match=str(error)):
