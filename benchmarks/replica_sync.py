@@ -1,13 +1,9 @@
 """Seconds of a weight sync to replicas of `cluster.kind = ray` on this machine.
 
-One broadcast to all of them, one for each, and files that each reads itself; in turn, for several
-numbers of replicas.
-
     python benchmarks/replica_sync.py --rounds 6         # 1, 2 and 4 replicas of 196M parameters
     python benchmarks/replica_sync.py --models tiny --replicas 1 8
 
-Writing the step's files, which all three begin with, counts and is shown alone. Median of the
-rounds after the first.
+Median of the rounds after the first, and of the part in which the tensors are taken and stored.
 """
 
 from __future__ import annotations
@@ -30,11 +26,10 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import HFEngineConfig, ModelConfig, resolve
 from onepolicy.launch.ray.connect import open_ray_launcher
-from onepolicy.rollout.remote.replicas import Replicas
 
 
 class Written:
-    """The learner's tensors, and the seconds of taking them, checksums and files included."""
+    """The learner's tensors, and the seconds of taking and storing them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.weights = model.state_dict()
@@ -55,33 +50,19 @@ def measured(
         settings, ["cluster.kind=ray", f"cluster.replicas={count}", "train.device=cpu"]
     )
     own = HFEngineConfig(dtype="bfloat16")
-    found: dict[str, list[float]] = {"files": [], "together": [], "one each": [], "disk": []}
+    found: dict[str, list[float]] = {"stored": [], "whole": []}
     with open_ray_launcher(config, Progress()) as launcher:
         replicas = launcher.build_engine(EngineSpec(ModelConfig(path=folder), own, CPU, MAX_LEN))
-        assert isinstance(replicas, Replicas)
-        together = replicas._broadcast
-        disk = config.cluster.model_copy(update={"sync": "disk"})
-
-        ways = [
-            ("together", together, config.cluster),
-            ("one each", None, config.cluster),
-            ("disk", None, disk),
-        ]
 
         async def load() -> None:
-            for version in range(rounds + 1):
-                ways.append(ways.pop(0))  # what comes first finds other caches
-                for name, broadcast, cluster in ways:
-                    replicas._broadcast = broadcast
-                    for engine in replicas._living:
-                        engine._config = cluster  # type: ignore[attr-defined]
-                    written, begun = Written(model), time.perf_counter()
-                    await replicas.load_weights(written, version)
-                    found[name].append(time.perf_counter() - begun)
-                    found["files"].append(written.seconds)
+            for version in range(1, rounds + 2):
+                written, begun = Written(model), time.perf_counter()
+                await replicas.load_weights(written, version)
+                found["whole"].append(time.perf_counter() - begun)
+                found["stored"].append(written.seconds)
 
         asyncio.run(load())
-    return {name: sorted(times[3 if name == "files" else 1 :]) for name, times in found.items()}
+    return {name: sorted(times[1:]) for name, times in found.items()}
 
 
 def main() -> None:

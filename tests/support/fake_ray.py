@@ -3,7 +3,7 @@
 import asyncio
 
 import torch
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayTaskError
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import EngineCaps
@@ -36,44 +36,58 @@ class Engine:
 
     async def load_weights(self, weights, version):
         await self.may_load.wait()
-        assert [name for name, _ in weights] == ["w"]
+        assert [(name, tensor.tolist()) for name, tensor in weights] == [("w", [version])]
         self.version = version
 
     async def reset_cache(self):
         pass
 
 
-class Actor:
-    """A Ray actor without Ray. `die` loses its process, its memory and its requests.
+class Reference:
+    """A value in the object store."""
 
-    chance: a random.Random; now and then a message to the actor is lost, or its answer, while its
-    process lives.
+    def __init__(self, value):
+        self.value = value
+
+    def __await__(self):
+        yield from ()
+        return self.value
+
+
+class Actor:
+    """A Ray actor without Ray. `die` loses its process and its memory; the next process gets the
+    calls that were not answered, in their order, but for pings.
+
+    chance: a random.Random; now and then an answer is lost on its way.
     """
 
     def __init__(self, restarts=1, chance=None):
         self.chance = chance
-        self.restarts, self.calls, self.pending, self.hung = restarts, [], [], False
+        self.restarts, self.calls, self.pending, self.hung = restarts, [], {}, False
         self.process = replica_actor.ReplicaProcess()
 
     def __getattr__(self, method):
-        return type("Method", (), {"remote": lambda _, *args: self.call(method, args)})()
+        own = {"remote": lambda _, *args: self.call(method, args), "options": lambda it, **_: it}
+        return type("Method", (), own)()
 
     def call(self, method, args):
         self.calls.append(method)
-        if self.process is None:
-            return self.failed(
-                ActorDiedError() if self.restarts < 0 else ActorUnavailableError("restarting", None)
-            )
-        lost = self.chance.random() if self.chance else 1.0
-        if lost < 0.05:
-            return self.failed(ActorUnavailableError("never arrived", None))
         answer = asyncio.get_running_loop().create_future()
-        task = asyncio.ensure_future(self.run(getattr(self.process, method), args, answer))
-        self.pending.append((task, answer))
-        if lost < 0.1:
-            answer.cancel()
-            return self.failed(ActorUnavailableError("its answer is lost", None))
+        self.pending[answer] = method, args, None
+        answer.add_done_callback(self.forget)
+        if self.restarts < 0:
+            answer.set_exception(ActorDiedError())
+        elif self.process is not None:
+            self.start(answer)
         return answer
+
+    def forget(self, answer):
+        self.pending.pop(answer, None)
+
+    def start(self, answer):
+        method, args, _ = self.pending[answer]
+        task = asyncio.ensure_future(self.run(getattr(self.process, method), args, answer))
+        self.pending[answer] = method, args, task
 
     async def run(self, method, args, answer):
         (result,) = await asyncio.gather(method(*args), return_exceptions=True)
@@ -81,23 +95,28 @@ class Actor:
             await asyncio.sleep(3600)
         if answer.done():
             return
-        if isinstance(result, Exception):
+        if self.chance and self.chance.random() < 0.05:
+            answer.set_exception(ObjectLostError("ref", None, ""))
+        elif isinstance(result, Exception):
             answer.set_exception(RayTaskError("method", "trace", result))
         else:
             answer.set_result(result)
 
-    async def failed(self, error):
-        raise error
-
     def die(self):
         self.restarts -= 1
         self.process = None
-        for task, answer in self.pending:
-            task.cancel()
-            if not answer.done():
+        for answer, (method, _, task) in list(self.pending.items()):
+            if task is not None:
+                task.cancel()
+            if self.restarts < 0 and not answer.done():
+                answer.set_exception(ActorDiedError())
+            elif method == "ping" and task is not None and not answer.done():
                 answer.set_exception(ActorUnavailableError("its process died", None))
         if self.restarts >= 0:
             asyncio.get_running_loop().call_later(0.05, self.restart)
 
     def restart(self):
-        self.process, self.pending, self.hung = replica_actor.ReplicaProcess(), [], False
+        self.process, self.hung = replica_actor.ReplicaProcess(), False
+        for answer in list(self.pending):
+            if not answer.done():
+                self.start(answer)

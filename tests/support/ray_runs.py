@@ -51,20 +51,16 @@ def start_noting(monkeypatch):
 def kill_in_the_middle(monkeypatch, processes, name, version):
     """Send SIGKILL to replica `name` as soon as it has several requests under weights of `version`
     or later."""
-    send, done = ActorEngine._submit_unsent, []
+    send, done = ActorEngine._send_moment, []
 
-    async def send_and_kill(engine):
-        await send(engine)
-        if (
-            engine.name == name
-            and engine.version >= version
-            and len(engine._pending) > 1
-            and not done
-        ):
+    def send_and_kill(engine):
+        several = len(engine._unsent) > 1
+        send(engine)
+        if engine.name == name and engine.version >= version and several and not done:
             done.append(True)
             os.kill(processes[name].pid, signal.SIGKILL)
 
-    monkeypatch.setattr(ActorEngine, "_submit_unsent", send_and_kill)
+    monkeypatch.setattr(ActorEngine, "_send_moment", send_and_kill)
     return done
 
 

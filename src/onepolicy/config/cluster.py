@@ -39,11 +39,6 @@ class RayCluster(Frozen):
     CUDA, else 0."""
     placement: Literal["pack", "spread"] = "pack"
     """On as few nodes as possible, or on as many."""
-    sync: Literal["stream", "disk"] = "stream"
-    """Transport of weights to the replicas: the network, or files in sync_dir."""
-    sync_dir: str | None = None
-    """Folder for two versions of the weights, seen by all nodes with sync = disk. Unset: the
-    temporary folder, which often is memory."""
     start_timeout: PositiveFloat = 300.0
     """Seconds to place all processes, and for a replica to load its model."""
     reply_timeout: PositiveFloat = 300.0

@@ -74,4 +74,6 @@ def _check_sync(config: RunConfig) -> None:
             "--sync: the engine is in the learner's process, so weights are copied; leave it out"
         )
     if replicated(config):
-        raise UsageError("--sync: is for a server; give cluster.sync=stream or cluster.sync=disk")
+        raise UsageError(
+            "--sync: is for a server; Ray's replicas read its object store; leave it out"
+        )

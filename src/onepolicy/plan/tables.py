@@ -37,7 +37,7 @@ SYNC_METHODS = {
     "memory": "copied",
     "files": "files, written once",
     "gloo": "one gloo broadcast to all",
-    "stream": "files, written once, then one gloo broadcast to all",
+    "ray": "Ray's object store, from node to node",
     "nccl": "one NCCL broadcast to all",
 }
 MAX_SPLITS = 5  # rows of the table of splits

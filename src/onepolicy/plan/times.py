@@ -338,8 +338,8 @@ def sync_seconds(
     - memory: copy into an engine in the same process
     - files: write once; every node of the engines reads
     - gloo: one broadcast through the hosts in a binomial tree, whose root sends once per level
-    - stream: write once, then broadcast to the replicas as gloo does; one of several devices
-      sends to these
+    - ray: copy into Ray's object store, which passes it on from node to node; each replica reads
+      its node's copy, and one of several devices sends to these
     - nccl: broadcast from rank 0
 
     The check of an adapter after every sync is not counted.
@@ -354,14 +354,14 @@ def sync_seconds(
         return gather + (model_bytes + weights.total) / cluster["bandwidth"]
     sent = dims.total * ITEMSIZE[sent_dtype(config)]
     receivers, copied = engines * tensor_parallel, 0.0
-    if sync_method == "stream":  # to each replica, which sends to its devices
+    if sync_method == "ray":  # to each replica, which sends to its devices
         receivers, copied = engines, math.ceil(math.log2(tensor_parallel)) * sent / cluster["host"]
     levels, nodes = math.ceil(math.log2(1 + receivers)), math.ceil(receivers / cluster.per_node)
     written, broadcast = sent / cluster["disk"], levels * sent / cluster["host"]
     seconds = {
         "files": written * (1 + nodes),
         "gloo": broadcast,
-        "stream": written + broadcast + copied,
+        "ray": (1 + math.ceil(math.log2(1 + nodes))) * sent / cluster["host"] + copied,
         "nccl": sent / cluster.point_to_point_bandwidth(),
     }
     return gather + seconds[sync_method]
@@ -373,7 +373,7 @@ def default_sync_method(config: RunConfig) -> str:
     if isinstance(engine, ServerEngineConfig):
         method: str = engine.sync
     elif isinstance(config.cluster, RayCluster):
-        method = config.cluster.sync
+        method = "ray"
     else:
         method = "memory"
     if method == "disk":

@@ -17,8 +17,6 @@ one while one is sent, and a receiver sums and loads one while the next arrives.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,7 +76,6 @@ class EndHeader(TypedDict):
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
     version: int
-    digest: str
     end: int
 
 
@@ -100,24 +97,20 @@ class Sender:
         backend: str = "gloo",
         host: str = "127.0.0.1",
         timeout_s: float = 600.0,
-        key: bytes | None = None,
         bucket_bytes: int | None = None,
     ) -> None:
         """Open the update's store.
 
         host: this machine's address for the receivers. backend: gloo, or nccl for tensors on GPUs.
-        key: the secret key that checksums of these weights were made with; None: a new key.
         bucket_bytes: size of a bucket; None: that of the backend.
         """
         store = open_store(host, timeout_s)
-        if key is None:
-            key = secrets.token_bytes(32)
+        key = secrets.token_bytes(32)
         self.settings = Invitation(host, store.port, key.hex(), 1 + receivers, backend, timeout_s)
         self.invitation = self.settings.encode()
         self._store = store
         self._messages = SignedStore(store, key, timeout_s)
         self._checksums = ChecksumAccumulator(key)
-        self._known: ChecksumTable | None = None
         self._group: Any = None
         self._in_flight: tuple[Any, Tensor] | None = None  # broadcast and its bytes
         usual = {"gloo": BUCKET_BYTES, "nccl": NCCL_BUCKET_BYTES}
@@ -125,20 +118,13 @@ class Sender:
         self._ranks = range(1, 1 + receivers)
         self._cancelled = threading.Event()
 
-    def send(
-        self,
-        named_weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        known: ChecksumTable | None = None,
-    ) -> str:
+    def send(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send all tensors to all receivers and wait until every receiver has loaded them.
 
-        known: the checksums that the tensors must have with this sender's key. Blocks: run it in a
-        thread beside an event loop. Returns the digest that both sides agree on. Raises
-        TrainingError if the tensors have other checksums, or if a receiver does not come, fails, is
-        silent for too long or has other bytes. The receivers' engines then hold no version.
+        Blocks: run it in a thread beside an event loop. Raises TrainingError if a receiver does not
+        come, fails, is silent for too long or has other bytes. The receivers' engines then hold no
+        version.
         """
-        self._known = known
         try:
             self._group = self._make_group()
             end = self._send_buckets(named_weights, version)
@@ -149,7 +135,6 @@ class Sender:
             raise
         finally:
             self._in_flight = self._group = None  # closes its connections
-        return end["digest"]
 
     def cancel(self) -> None:
         """End `send` soon, from another thread, because a receiver is known not to come."""
@@ -183,24 +168,17 @@ class Sender:
         self, named_weights: Iterable[tuple[str, Tensor]], version: int
     ) -> dict[str, Any]:
         """Send every bucket, gathered while the last is sent, and return the final message."""
-        buckets, digest, missing = 0, hashlib.sha256(), set(self._known or ())
+        buckets = 0
         for bucket in split_into_buckets(named_weights, self._bucket_bytes):
             self._raise_if_failed()
             if not buckets:
                 self._connect(next(iter(bucket.values())).device)
-            flat, sums = self._prepare(bucket, version)
+            flat, sums = self._prepare(bucket)
             self._finish_broadcast()
             self._start_broadcast(buckets, flat, {"version": version, "tensors": sums})
-            digest.update(json.dumps(sums).encode())
             buckets += 1
-            missing -= bucket.keys()
         self._finish_broadcast()
-        if missing:
-            raise TrainingError(
-                f"weight sync of version {version}: {min(missing)!r} is not among the tensors to "
-                "send"
-            )
-        end = {"version": version, "digest": digest.hexdigest(), "end": buckets}
+        end = {"version": version, "end": buckets}
         self._messages.put_message(f"bucket/{buckets}", end)
         return end
 
@@ -223,12 +201,11 @@ class Sender:
                 f"({who}): {error}"
             ) from None
 
-    def _prepare(self, bucket: dict[str, Tensor], version: int) -> tuple[Tensor, ChecksumTable]:
+    def _prepare(self, bucket: dict[str, Tensor]) -> tuple[Tensor, ChecksumTable]:
         """Return the bucket's bytes, [size] uint8, and the checksums of its tensors."""
         for name, tensor in bucket.items():
             self._checksums.add(name, tensor)
         sums = self._checksums.pop_all()
-        self._check_known(sums, version)
         flat = flatten_tensors(list(bucket.values()), cpu=self.settings.backend == "gloo")
         return flat, sums
 
@@ -254,17 +231,6 @@ class Sender:
         del work
         self._raise_if_failed()
         raise ReceiverLost(f"weight sync: a receiver is gone or too slow: {problem}")
-
-    def _check_known(self, sums: ChecksumTable, version: int) -> None:
-        """Raise TrainingError if tensors have other checksums than the caller of `send` gave."""
-        if self._known is None:
-            return
-        known = {name: self._known[name] for name in self._known.keys() & sums.keys()}
-        problem = describe_difference(known, sums)
-        if problem is not None:
-            raise TrainingError(
-                f"weight sync of version {version}: the tensors to send have changed: {problem}"
-            )
 
     def _check_acknowledged(self, rank: int, end: dict[str, Any]) -> None:
         self._wait_for_receivers([f"done/{rank}"], "to load the weights")
@@ -314,7 +280,6 @@ class Receiver:
         self._settings, self._rank, self._version = Invitation.decode(invitation), rank, version
         self._device = torch.device(device)
         self._key = bytes.fromhex(self._settings.key)
-        self._digest = hashlib.sha256()
         self._end: dict[str, Any] | None = None  # the sender's last message
         self._group: Any = None
         self._in_flight: tuple[Any, Tensor] | None = None  # broadcast and its bytes to come
@@ -386,14 +351,12 @@ class Receiver:
             problem = describe_difference(sent, sums)
             if problem is not None:
                 raise TrainingError(f"weight sync of version {self._version}: {problem}")
-            self._digest.update(json.dumps(sums).encode())
             yield from bucket.items()
-        digest = self._digest.hexdigest()
-        end = {"version": self._version, "digest": digest, "end": number}
+        end = {"version": self._version, "end": number}
         if header != end:
             raise TrainingError(
-                f"weight sync of version {self._version}: the sum of all tensors is not the "
-                "sender's"
+                f"weight sync of version {self._version}: the sender counts {header['end']} "
+                f"buckets, and {number} came"
             )
         self._end = end
 
@@ -469,7 +432,4 @@ def _describe_answer(answer: Any) -> str:
     if isinstance(answer, dict) and FAILED in answer:
         return f"failed: {quote_error(answer[FAILED])}"
     validate_message(EndHeader, answer, "weight sync: a receiver's answer")
-    return (
-        f"has version {answer['version']} with checksum {answer['digest'][:12]}, which is not what "
-        "was sent"
-    )
+    return f"has version {answer['version']} in {answer['end']} buckets, which is not what was sent"

@@ -10,7 +10,6 @@ import stat
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -18,23 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.sync.checksum import ChecksumTable
 
 SHARD_BYTES = 2**30
 INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenWeights:
-    """Weights of one version in a folder of WeightFiles.
-
-    sums: checksums of the learner's tensors, made with this key while they were written.
-    """
-
-    folder: str
-    version: int
-    key: bytes
-    sums: ChecksumTable
 
 
 class WeightFiles:
@@ -65,17 +50,13 @@ class WeightFiles:
         except OSError as error:
             raise UsageError(f"{setting}: {base} cannot be written to: {error}") from error
         self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        self._newest: Path | None = None
 
-    def write_version(
-        self, named_weights: Iterable[tuple[str, Tensor]], version: int, *, keep_older: bool = False
-    ) -> Path:
+    def write_version(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
         """Write the tensors to a folder in files of about SHARD_BYTES, in transformers' layout.
 
         The folder is complete or absent. Only one file's worth of weights is copied in memory at a
-        time. keep_older: leave the older versions to `remove_older`, for engines that still read
-        them; otherwise they are removed here.
-        Raises TrainingError if the folder cannot hold the weights.
+        time. Older versions are then removed. Raises TrainingError if the folder cannot hold the
+        weights.
         """
         done, unfinished = self.folder / f"version_{version}", self.folder / "unfinished"
         try:
@@ -89,16 +70,10 @@ class WeightFiles:
                 f"{self._setting}: {self.folder} cannot hold the weights of version {version}: "
                 f"{error}; set {self._setting} to a folder with room for them twice"
             ) from error
-        self._newest = done
-        if not keep_older:
-            self.remove_older()
-        return done
-
-    def remove_older(self) -> None:
-        """Remove all versions but the newest."""
         for path in self.folder.glob("version_*"):
-            if path != self._newest:
+            if path != done:
                 shutil.rmtree(path, ignore_errors=True)
+        return done
 
 
 def _write_shards(named_weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from onepolicy.interfaces import EngineCaps
-from onepolicy.rollout.remote.replicas import Replicas
+from onepolicy.launch.ray.replicas import Replicas
 from onepolicy.rollout.remote.servers import ServerFleet
 from onepolicy.sync.push import push_weights
-from onepolicy.sync.weight_files import WeightFiles
 from onepolicy.types import Completion, Sampling
 from support import fake_vllm, sglang_engines
 from support.adapter_learner import Learner
@@ -30,8 +29,8 @@ class Replica:
         tokens = torch.tensor(prompt_ids[-1:], dtype=torch.int32)
         return Completion(tokens, torch.zeros(1), torch.full_like(tokens, self.version), "length")
 
-    async def load_files(self, written, shared=None):
-        self.version = written.version
+    async def load(self, weights, version):
+        self.version = version
 
     async def reset_cache(self):
         pass
@@ -84,7 +83,7 @@ def several(folder, serve):
 @contextlib.contextmanager
 def replicas(folder, _):
     model = torch.nn.Linear(2, 2)
-    yield Replicas([Replica("a"), Replica("b")], WeightFiles(str(folder))), model
+    yield Replicas([Replica("a"), Replica("b")], lambda value: value), model
 
 
 @pytest.fixture(scope="module")

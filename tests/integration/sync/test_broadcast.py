@@ -1,7 +1,6 @@
 """Weights from one process to others: they arrive as they were sent, or both sides get an error."""
 
 import gc
-import hashlib
 import json
 import multiprocessing
 import os
@@ -68,10 +67,9 @@ def test_every_byte_dtype_and_shape_arrives_at_all(monkeypatch, subtests):
     for bucket_bytes in (1, 2000, 2**20):
         monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
         weights = tensors()
-        digest, copies = update(weights, receivers=2)
+        sender, copies = update(weights, receivers=2)
         with subtests.test(bucket_bytes=bucket_bytes):
-            assert isinstance(digest, str)
-            assert len(digest) == 64
+            assert sender is None
             for copy in copies:
                 assert list(copy) == list(weights)
                 for name, tensor in weights.items():
@@ -155,7 +153,7 @@ def test_an_engine_that_fails_or_stops_early_is_an_error_at_the_sender():
 
 def test_an_absent_receiver_is_named_in_time():
     sender, _ = update(tensors(), receivers=0)
-    assert isinstance(sender, str)
+    assert sender is None
     late = pytest.raises(TrainingError, match=r"receiver 1 took more than 0.5 s to join")
     with Sender(receivers=2, timeout_s=0.5) as sending, late:
         sending.send(tensors().items(), 1)
@@ -245,7 +243,7 @@ def test_nothing_is_sent_before_all_receivers_are_connected(monkeypatch):
     monkeypatch.setattr(module, "make_process_group", make_slowly)
     monkeypatch.setattr(Sender, "_prepare", prepare_noted)
     sender, _ = update(tensors(), receivers=2)
-    assert isinstance(sender, str)
+    assert sender is None
     assert prepared.is_set()
     assert too_early == [False]
 
@@ -278,8 +276,7 @@ def test_an_update_cannot_be_altered_without_the_key():
 
     def weights(secret):
         stranger = SignedStore(join_store(secret.host, secret.port, LIMIT_S), b"guess", LIMIT_S)
-        digest = hashlib.sha256().hexdigest()
-        stranger.put_message("bucket/0", {"version": 3, "end": 0, "digest": digest})
+        stranger.put_message("bucket/0", {"version": 3, "end": 0})
         refused.wait(LIMIT_S)
         yield "a", torch.ones(2)
 

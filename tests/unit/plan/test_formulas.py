@@ -447,8 +447,7 @@ def test_ray_replicas_have_devices_of_their_own():
 
 
 def test_ways_to_engines_are_those_of_the_recipe():
-    assert times.default_sync_method(config(cluster=RAY)) == "stream"
-    assert times.default_sync_method(config(cluster=RAY | {"sync": "disk"})) == "files"
+    assert times.default_sync_method(config(cluster=RAY)) == "ray"
     for kind in ("vllm-server", "sglang"):
         for sync, way in (("gloo", "gloo"), ("nccl", "nccl"), ("disk", "files")):
             own = config(rollout={"engine": {"kind": kind, "sync": sync}})
@@ -493,7 +492,8 @@ def test_sync_to_several_engines():
 
     assert [seconds("gloo", n) for n in (1, 2, 3, 4, 8)] == [400, 800, 800, 1200, 1600]
     assert seconds("gloo", 1, 8) == seconds("gloo", 8)  # every process of a server has all of it
-    assert [seconds("stream", n) for n in (1, 8)] == [200 + 400, 200 + 1600]
+    assert [seconds("ray", n) for n in (1, 8, 9)] == [400 + 400, 400 + 400, 400 + 800]
+    assert seconds("ray", 1, 8) == 400 + 400 + 1200  # to its node, and from there to each device
     assert [seconds("files", n) for n in (1, 8, 9)] == [200 + 200, 200 + 200, 200 + 400]
     assert seconds("nccl", 8) == seconds("nccl", 1)
 

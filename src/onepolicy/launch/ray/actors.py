@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -14,9 +13,9 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from onepolicy.config import QuantFormat, RunConfig, ServiceUnavailable, TrainingError, UsageError
+from onepolicy.config import RunConfig, ServiceUnavailable, TrainingError
 from onepolicy.config.cluster import RayCluster
-from onepolicy.interfaces import EngineCaps, NumericsContract, Progress, RolloutEngine
+from onepolicy.interfaces import Progress, RolloutEngine
 from onepolicy.launch.agent import environment, on_loopback
 from onepolicy.launch.launcher import Launcher
 from onepolicy.launch.ranks import LaunchedRanks, RankInfo
@@ -28,18 +27,15 @@ from onepolicy.launch.ray.placement import (
     process_table,
 )
 from onepolicy.launch.ray.rank_actor import RankProcess, process_info_json
-from onepolicy.launch.ray.replica_actor import ReplicaProcess
+from onepolicy.launch.ray.replica_actor import EngineState, ReplicaProcess
+from onepolicy.launch.ray.replicas import Replica, Replicas
 from onepolicy.models.load import parse_device
-from onepolicy.models.quant.size_report import PartSize, SizeReport
-from onepolicy.rollout.remote.broadcast import ReplicaBroadcast
-from onepolicy.rollout.remote.replicas import Replica, Replicas
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.group import open_store
-from onepolicy.sync.weight_files import WeightFiles, WrittenWeights
 from onepolicy.train.sharded.ranks import RankLost
 
-MAX_CONCURRENT_CALLS = 100
-"""Calls that one replica handles at a time. There are never more than a few."""
+MAX_CONCURRENT_CALLS = 100_000
+"""Calls that one replica handles at a time: all of its requests, and a sign of life."""
 
 
 @contextmanager
@@ -73,7 +69,6 @@ class _RunActors:
         self.replicas = self._start_replicas(placement)
         self.ranks = self._start_ranks(placement)
         self.processes = self._process_infos()
-        self._check_sync_dir()
 
     def _start_replicas(self, placement: PlacementGroup) -> list[Any]:
         actor_class: Any = ray.remote(ReplicaProcess)
@@ -81,7 +76,10 @@ class _RunActors:
         for i in range(self.cluster.replicas):
             options = placement.actor_options(placement.request.replica_bundle(i))
             actor = actor_class.options(
-                max_restarts=self.cluster.restarts, max_concurrency=MAX_CONCURRENT_CALLS, **options
+                max_restarts=self.cluster.restarts,
+                max_task_retries=-1,
+                max_concurrency=MAX_CONCURRENT_CALLS,
+                **options,
             )
             actors.append(actor.remote())
         return actors
@@ -110,16 +108,6 @@ class _RunActors:
             processes.append(ProcessInfo.from_json(name, text))
         return processes
 
-    def _check_sync_dir(self) -> None:
-        """Raise UsageError if replicas on other machines need a shared folder and none is set."""
-        cluster = self.cluster
-        elsewhere = any(process.address != self.address for process in self.processes)
-        if cluster.sync == "disk" and cluster.sync_dir is None and elsewhere:
-            raise UsageError(
-                "cluster.sync_dir: replicas are on other machines than this process, and read a "
-                "step's weights from files; name a folder that all of them see"
-            )
-
     @contextmanager
     def launch_ranks(self, config: RunConfig) -> Iterator[LaunchedRanks]:
         """Open the ranks' store in this process, start the ranks and yield them."""
@@ -139,63 +127,33 @@ class _RunActors:
 
         Ray gives each replica its own device.
         """
-        settings = json.dumps(self._engine_settings(spec))
-        building = [actor.build.remote(settings, 0) for actor in self.replicas]
+        spec_of_replicas = ray.put(self._replica_spec(spec))
+        state = EngineState(spec_of_replicas, self.cluster.cpus_per_replica)
+        building = [actor.load.remote(state) for actor in self.replicas]
         engines: list[Replica] = []
         for i, (actor, reference) in enumerate(zip(self.replicas, building, strict=True)):
             name = f"replica {i}"
-            reply = json.loads(_get_at_start(name, reference, self.cluster.start_timeout))
-            caps = EngineCaps(**reply["caps"])
-            engines.append(ActorEngine(name, actor, settings, caps, self.cluster, self.address))
-        # All replicas are built from the same settings, so the last reply is as good as any.
-        contract = sizes = None
-        if reply["contract"] is not None:
-            contract = contract_from_json(reply["contract"])
-        if reply["sizes"] is not None and spec.quant is not None:
-            sizes = sizes_from_json(spec.quant, *reply["sizes"])
-        broadcast = None
-        if self.cluster.sync == "stream":
-            broadcast = self._broadcast
-        return Replicas(
-            engines,
-            WeightFiles(self.cluster.sync_dir, "cluster.sync_dir"),
-            broadcast=broadcast,
-            contract=contract,
-            sizes=sizes,
-        )
+            loaded = _get_at_start(name, reference, self.cluster.start_timeout)
+            engines.append(ActorEngine(name, actor, state, loaded, self.cluster))
+        return Replicas(engines, ray.put)
 
-    def _engine_settings(self, spec: EngineSpec) -> dict[str, Any]:
-        """Return the settings that `replica.build_engine` reads."""
+    def _replica_spec(self, spec: EngineSpec) -> EngineSpec:
+        """Return the spec of a replica's engine, which has no learner beside it."""
         gpus = self.cluster.gpus_per_replica
-        routes, quant = spec.route_spec, spec.quant
-        return {
-            "model": spec.model.model_dump(),
-            "engine": spec.config.model_dump(),
-            "routes": routes and dataclasses.asdict(routes),
-            "max_len": spec.max_len,
-            "combine_weights": spec.combine_weights,
-            "numerics": spec.numerics,
-            "quant": quant and quant.model_dump(),
-            "threads": self.cluster.cpus_per_replica,
-            "gpu_share": min(1.0, gpus or 1.0),
-            "cuda": self.cuda if gpus is None else gpus > 0,
-        }
-
-    def _broadcast(self, written: WrittenWeights, receivers: int) -> ReplicaBroadcast:
-        return ReplicaBroadcast(
-            written, receivers, host=self.address, limit=self.cluster.reply_timeout
+        device = "cpu"
+        if self.cuda if gpus is None else gpus > 0:
+            device = "cuda"
+        return EngineSpec(
+            spec.model,
+            spec.config,
+            torch.device(device),
+            spec.max_len,
+            route_spec=spec.route_spec,
+            combine_weights=spec.combine_weights,
+            numerics=spec.numerics,
+            quant=spec.quant,
+            gpu_share=min(1.0, gpus or 1.0),
         )
-
-
-def sizes_from_json(quant: QuantFormat, parts: list[dict[str, Any]], method: str) -> SizeReport:
-    """Rebuild the sizes that `Replica.describe` put into JSON."""
-    return SizeReport(quant, [PartSize(**part) for part in parts], method)
-
-
-def contract_from_json(fields: dict[str, Any]) -> NumericsContract:
-    """Rebuild the contract that `Replica.describe` put into JSON."""
-    modules = tuple((name, text) for name, text in fields["modules"])
-    return NumericsContract(**{**fields, "modules": modules})
 
 
 def _get_at_start(name: str, reference: Any, timeout: float) -> Any:

@@ -299,9 +299,9 @@ def test_an_interrupted_write_leaves_the_version_before(tmp_path, monkeypatch):
         files.write_version(weights(2), 2)
     assert first.exists()
     assert not (files.folder / "version_2").exists()
-    of_cluster = WeightFiles(str(tmp_path), "cluster.sync_dir")
-    with pytest.raises(TrainingError, match=r"^cluster\.sync_dir: .* set cluster\.sync_dir to"):
-        of_cluster.write_version(weights(2), 2)
+    of_server = WeightFiles(str(tmp_path), "TMPDIR")
+    with pytest.raises(TrainingError, match=r"^TMPDIR: .* set TMPDIR to"):
+        of_server.write_version(weights(2), 2)
 
 
 @pytest.mark.process

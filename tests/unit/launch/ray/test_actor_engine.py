@@ -5,7 +5,6 @@ import asyncio
 import functools
 import random
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,20 +13,19 @@ from onepolicy.launch.ray import connect
 
 connect.prepare_environment(own=True)  # for tests in this process that start Ray
 ray = pytest.importorskip("ray")
-from onepolicy.config import TrainingError, UsageError  # noqa: E402
+from onepolicy.config import UsageError  # noqa: E402
 from onepolicy.config.cluster import RayCluster  # noqa: E402
-from onepolicy.interfaces import EngineCaps  # noqa: E402
 from onepolicy.launch.ray import actor_engine as remote  # noqa: E402
-from onepolicy.launch.ray import replica, replica_actor  # noqa: E402
+from onepolicy.launch.ray import replica_actor  # noqa: E402
 from onepolicy.launch.ray.actor_engine import ActorEngine  # noqa: E402
-from onepolicy.launch.ray.wire import GenerateRequest, decode_replies, encode_requests  # noqa: E402
+from onepolicy.launch.ray.replica_actor import EngineState, Moment, tensors_of  # noqa: E402
+from onepolicy.launch.ray.replicas import Replicas, put_weights  # noqa: E402
 from onepolicy.rollout.remote.client import EngineLost  # noqa: E402
-from onepolicy.rollout.remote.replicas import Replicas  # noqa: E402
-from onepolicy.sync.checksum import ChecksumAccumulator  # noqa: E402
-from onepolicy.sync.weight_files import WeightFiles, WrittenWeights  # noqa: E402
 from onepolicy.types import Sampling  # noqa: E402
-from support.fake_ray import Actor, Engine  # noqa: E402
+from support.fake_ray import Actor, Engine, Reference  # noqa: E402
 from support.waiting import LIMIT_S, until  # noqa: E402
+
+STATE = EngineState(Reference("spec"), 1)
 
 
 @pytest.fixture
@@ -35,60 +33,21 @@ def engines(monkeypatch):
     """Return every engine that was built, the newest last."""
     built = []
 
-    def build(_):
+    def build(spec, threads):
+        assert (spec, threads) == ("spec", 1)
         built.append(Engine())
         return built[-1]
 
-    monkeypatch.setattr(replica, "build_engine", build)
-    monkeypatch.setattr(remote, "REBUILD_INTERVAL_S", 0.01)
-    monkeypatch.setattr(remote.ray, "kill", lambda actor, no_restart=True: actor.die())
+    monkeypatch.setattr(replica_actor, "build_engine", build)
+    monkeypatch.setattr(remote, "PING_S", 0.01)
+    monkeypatch.setattr(remote.ray, "kill", kill)
     return built
 
 
-@pytest.fixture
-def written(tmp_path):
-    files = WeightFiles(str(tmp_path))
-    checksums = ChecksumAccumulator(b"key")
-    folder = files.write_version(checksums.add_each([("w", torch.ones(1))]), 4)
-    yield WrittenWeights(str(folder), 4, b"key", checksums.pop_all())
-    del files  # which removes the folder
-
-
-class Stopping(Engine):
-    """An engine that an incomplete weight update takes out of service, as the engines that sample.
-
-    Its requests end with the weights that it was built with.
-    """
-
-    interrupted = 0
-
-    async def generate(self, prompt_ids, sampling, *, seed):
-        self.started.append(seed)
-        await until(lambda: self.version != 0)
-        if self.version < 0:
-            self.interrupted += 1
-            raise RuntimeError("the last load_weights failed half-way")
-        return await super().generate(prompt_ids, replace(sampling, max_tokens=1), seed=seed)
-
-    async def load_weights(self, weights, version):
-        self.version = -1
-        if not list(weights):
-            await until(lambda: self.interrupted == len(self.started))
-            raise TrainingError("the sender is gone")
-        self.version = version
-
-
-class BreaksOff:
-    """A broadcast that ends half-way, because another receiver has died."""
-
-    def __init__(self, actor):
-        self.actor = actor
-
-    def cancel(self):
-        pass
-
-    async def send_to(self, receive):
-        await self.actor.process._replica.engine.load_weights([], 4)
+def kill(actor, no_restart=True):
+    if no_restart:
+        actor.restarts = 0
+    actor.die()
 
 
 def in_event_loop(test):
@@ -99,16 +58,19 @@ def in_event_loop(test):
     return run
 
 
-def opened(actor, **cluster):
-    cluster, caps = RayCluster(**cluster), EngineCaps(False, 64)
-    return ActorEngine("replica 0", actor, "{}", caps, cluster, "127.0.0.1")
+async def opened(actor, **cluster):
+    loaded = await actor.process.load(STATE)
+    return ActorEngine("replica 0", actor, STATE, loaded, RayCluster(**cluster))
 
 
 async def built(cls=Actor, restarts=1, **cluster):
     """Return an actor whose engine is built, and the engine that asks it."""
     actor = cls(restarts)
-    await actor.process.build("{}", 0)
-    return actor, opened(actor, restarts=restarts, **cluster)
+    return actor, await opened(actor, restarts=restarts, **cluster)
+
+
+def weights(version):
+    return put_weights([("w", torch.full((1,), float(version)))], Reference)
 
 
 def asked(engine, numbers, max_tokens=3):
@@ -119,26 +81,12 @@ def asked(engine, numbers, max_tokens=3):
 
 
 @in_event_loop
-async def test_requests_interrupted_by_a_failed_broadcast_continue(written, monkeypatch):
-    stopping = Stopping()
-    monkeypatch.setattr(replica, "build_engine", lambda _: stopping)
-    actor, engine = await built()
-    running = asyncio.ensure_future(asked(engine, range(3)))
-    await until(lambda: len(stopping.started) == 3)
-    await engine.load_files(written, BreaksOff(actor))
-    done = await asyncio.wait_for(running, LIMIT_S)
-    assert [int(each.version[0]) for each in done] == [4, 4, 4]
-    assert stopping.interrupted == 3
-
-
-@in_event_loop
 async def test_requests_of_one_moment_start_together_and_in_order(engines):
-    actor, engine = await built()
+    _, engine = await built()
     done = await asked(engine, range(20))
-    again = await asked(engine, [40])  # by an exchange of its own
+    again = await asked(engine, [40])
     assert [c.token_ids.tolist() for c in done + again] == [[n] * 3 for n in [*range(20), 40]]
     assert engines[0].started == [100 + n for n in [*range(20), 40]]
-    assert actor.calls.count("submit_requests") == 2
     assert engine.take_metrics() == {}
     async with asyncio.timeout(LIMIT_S):
         for n in range(10):
@@ -146,17 +94,25 @@ async def test_requests_of_one_moment_start_together_and_in_order(engines):
             assert done.token_ids.tolist() == [n]
 
 
-@pytest.mark.parametrize(
-    ("how", "weights"),
-    [("killed", "disk"), ("killed", "stream"), ("killed while idle", "stream"), ("hangs", "disk")],
-)
 @in_event_loop
-async def test_a_lost_process_gets_the_current_weights_and_its_requests(
-    how, weights, engines, written, caplog
-):
+async def test_requests_that_arrive_in_another_order_start_in_theirs(engines):
+    """Those of a moment whose others were answered before a loss wait for nobody."""
+    process, sampling = replica_actor.ReplicaProcess(), Sampling(1.0, 1)
+    places = [2, 0, 1]
+    name = process._process
+    calls = (process.generate([p], sampling, p, STATE, Moment(name, 7, p, 3)) for p in places)
+    await asyncio.gather(*calls)
+    assert engines[0].started == [0, 1, 2]
+    await process.generate([9], sampling, 9, STATE, Moment("the one before", 8, 2, 3))
+    assert engines[0].started[-1] == 9
+
+
+@pytest.mark.parametrize("how", ["killed", "killed while idle", "hangs"])
+@in_event_loop
+async def test_a_lost_process_gets_the_current_weights_and_its_requests(how, engines, caplog):
     silence = {"reply_timeout": 1} if how == "hangs" else {}
-    actor, engine = await built(sync=weights, **silence)
-    await engine.load_files(written)
+    actor, engine = await built(**silence)
+    await engine.load(weights(4), 4)
     if how == "killed while idle":
         actor.die()
         await until(lambda: actor.process is not None)  # it is back before anybody asks
@@ -176,37 +132,17 @@ async def test_a_lost_process_gets_the_current_weights_and_its_requests(
     assert "replica 0 is back after" in caplog.text
 
 
-class Ended:
-    """A broadcast that ends before this receiver has all weights."""
-
-    def __init__(self, error):
-        self.error = error
-
-    async def send_to(self, receive):
-        raise self.error
-
-
 @in_event_loop
-async def test_a_receiver_that_lost_a_broadcast_is_sent_the_weights_alone(engines, written, caplog):
-    """A process that was not the cause stays. One that gave no answer is replaced."""
-    again = "replica 0 is sent the weights once more, alone: another receiver is gone"
-    for error, lives in ((TrainingError("another receiver is gone"), 1), (TimeoutError(), 2)):
-        engines.clear()
-        caplog.clear()
-        _, engine = await built()
-        await engine.load_files(written, Ended(error))
-        assert engine.version == engines[-1].version == 4
-        assert len(engines) == lives
-        assert (again in caplog.text) == (lives == 1)
-
-
-@in_event_loop
-async def test_changed_weight_files_are_refused(engines, written):
-    _, engine = await built(sync="disk")
-    other = {"w": [*written.sums["w"][:2], written.sums["w"][2] + 1]}
-    with pytest.raises(TrainingError, match=r"cluster\.sync_dir: weights of version 4 .*'w'"):
-        await engine.load_files(replace(written, sums=other))
-    assert engine.version == engines[0].version == -1
+async def test_a_process_that_is_lost_while_it_loads_loads_again(engines, monkeypatch):
+    monkeypatch.setattr(Engine, "ready_to_load", False)
+    actor, engine = await built()
+    loading = asyncio.ensure_future(engine.load(weights(4), 4))
+    await until(lambda: actor.process._changing.locked())
+    actor.die()
+    await until(lambda: len(engines) == 2)
+    engines[1].may_load.set()
+    await loading
+    assert engine.version == engines[1].version == 4
 
 
 @in_event_loop
@@ -220,23 +156,21 @@ async def test_a_process_that_does_not_come_back_is_lost_for_every_request(engin
         assert isinstance(error, EngineLost)
         assert "gone for good" in str(error)
     monkeypatch.setattr(Actor, "restart", lambda actor: None)
-    actor, engine = await built(restart_timeout=0.2)
+    actor, engine = await built(restarts=5, reply_timeout=0.2, restart_timeout=0.3)
     actor.die()
     (error,) = await asked(engine, [1])
     assert isinstance(error, EngineLost)
-    assert "within 0.2 s (cluster.restart_timeout)" in str(error)
+    assert "within 0.3 s (cluster.restart_timeout)" in str(error)
 
 
 @in_event_loop
-async def test_an_exchange_leaves_no_task_behind(engines):
+async def test_an_answer_leaves_no_task_behind(engines):
     _, engine = await built()
     before = asyncio.all_tasks()
     for round_ in range(3):
         await asked(engine, [round_, round_ + 1])
-    await until(lambda: engine._exchange_task is None)
-    for _ in range(10):  # a cancelled task ends in a later round of the loop
-        await asyncio.sleep(0)
-    assert asyncio.all_tasks() == before
+    # a cancelled task ends in a later round of the loop, a ping of the process after PING_S
+    await until(lambda: asyncio.all_tasks() == before)
 
 
 @in_event_loop
@@ -244,44 +178,26 @@ async def test_an_error_of_one_request_is_its_own(engines):
     _, engine = await built()
     bad = asyncio.ensure_future(engine.generate([1], Sampling(9.0, 2), seed=0))
     (good,) = await asked(engine, [2], 5)
-    with pytest.raises(UsageError, match="too hot"):
+    with pytest.raises(UsageError, match="replica 0: too hot"):
         await bad
     assert good.token_ids.tolist() == [2] * 5
-
-
-@in_event_loop
-async def test_an_answer_that_comes_as_its_request_is_given_up_is_dropped(engines, monkeypatch):
-    _, engine = await built()
-    given_up = asyncio.ensure_future(engine.generate([1], Sampling(1.0, 1), seed=0))
-
-    def decode(data):
-        given_up.cancel()
-        return decode_replies(data)
-
-    monkeypatch.setattr(remote, "decode_replies", decode)
-    (done,) = await asked(engine, [2])
-    assert done.token_ids.tolist() == [2] * 3
-    assert given_up.cancelled()
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("lossy", [False, True])
 @in_event_loop
-async def test_every_request_is_answered_despite_cancellations_and_losses(
-    lossy, engines, monkeypatch
-):
-    """Requests come at random moments and many are given up at once, while messages and answers get
-    lost and processes die."""
-    monkeypatch.setattr(remote, "COLLECT_TIMEOUT_S", 0.05)
+async def test_every_request_is_answered_despite_cancellations_and_losses(lossy, engines):
+    """Requests come at random moments and many are given up at once, while answers get lost and
+    processes die."""
     # Longer than the test waits: no request may be answered only because an answer that was lost
     # timed out.
     patient = {"reply_timeout": 2 * LIMIT_S, "restart_timeout": 2 * LIMIT_S}
 
     async def trial(seed):
         chance = random.Random(seed)
-        actor = Actor(restarts=99, chance=chance if lossy else None)
-        await actor.process.build("{}", 0)
-        engine, kept = opened(actor, **patient), {}
+        actor = Actor(restarts=99)
+        engine, kept = await opened(actor, **patient), {}
+        actor.chance = chance if lossy else None
         for number in range(12):
             sampling = Sampling(1.0, chance.randrange(1, 9))
             asked = asyncio.create_task(engine.generate([number], sampling, seed=0))
@@ -299,34 +215,6 @@ async def test_every_request_is_answered_despite_cancellations_and_losses(
             assert set(task.result().token_ids.tolist()) == {number}
 
     await asyncio.gather(*(trial(seed) for seed in range(60)))
-
-
-def one_request():
-    return encode_requests({7: GenerateRequest(torch.tensor([1]), Sampling(1.0, 1), 0)})
-
-
-@in_event_loop
-async def test_an_answer_is_repeated_until_its_arrival_is_known(engines):
-    process = replica_actor.ReplicaProcess()
-    await process.build("{}", 0)
-    await process.submit_requests(0, one_request())
-    for _ in range(2):
-        assert list(decode_replies(await process.collect_replies(0, 5, []))) == [7]
-    assert decode_replies(await process.collect_replies(0, 0.01, [7])) == {}
-
-
-@in_event_loop
-async def test_messages_from_before_a_rebuild_are_refused(engines):
-    process = replica_actor.ReplicaProcess()
-    await process.build("{}", 2)
-    for message in (
-        process.submit_requests(1, one_request()),
-        process.collect_replies(1, 0.01, []),
-        process.build("{}", 1),  # it would drop what was asked since
-    ):
-        with pytest.raises(replica_actor.NotBuilt):
-            await message
-    assert not engines[0].started
 
 
 @in_event_loop
@@ -350,8 +238,8 @@ async def test_an_answer_during_a_blocked_event_loop_is_no_silence():
 
 
 @in_event_loop
-async def test_loading_for_longer_than_the_reply_limit_is_no_silence(engines, written, monkeypatch):
-    """A process answers no request while it takes weights over."""
+async def test_loading_for_longer_than_the_reply_limit_is_no_silence(engines, monkeypatch):
+    """A process answers nothing while it takes weights over."""
     looks, wait_for_reply = [], remote.wait_for_reply
 
     def counting(answer, limit, excused):
@@ -361,16 +249,15 @@ async def test_loading_for_longer_than_the_reply_limit_is_no_silence(engines, wr
 
     class Busy(Actor):
         async def run(self, method, args, answer):
-            (result,) = await asyncio.gather(method(*args), return_exceptions=True)
             await engines[0].may_load.wait()
-            answer.set_result(result)
+            await super().run(method, args, answer)
 
-    _, engine = await built(Busy, sync="disk", reply_timeout=0.2)
-    waiting = asyncio.ensure_future(asked(engine, range(3)))
-    await until(lambda: engines[0].started)
+    actor, engine = await built(Busy, reply_timeout=0.2)
     engines[0].may_load.clear()
-    loading = asyncio.ensure_future(engine.load_files(written))
-    # of one request at the least more than it has
+    waiting = asyncio.ensure_future(asked(engine, range(3)))
+    await until(lambda: "ping" in actor.calls)
+    loading = asyncio.ensure_future(engine.load(weights(4), 4))
+    # of one ping at the least more than it has
     await until(lambda: looks.count(True) > 2 * remote.REPLY_CHECKS)
     assert not waiting.done()
     engines[0].may_load.set()
@@ -380,21 +267,33 @@ async def test_loading_for_longer_than_the_reply_limit_is_no_silence(engines, wr
 
 
 @in_event_loop
-async def test_weights_stay_until_a_returning_process_has_read_them(engines, tmp_path, monkeypatch):
-    """An update comes while it reads the version before. Then it gets the update."""
-    files = WeightFiles(str(tmp_path))
-    actor, engine = await built(sync="disk")
-    together = Replicas([engine], files)
+async def test_a_process_that_returns_during_an_update_gets_the_update(engines, monkeypatch):
+    """It reads the version before, which its requests brought. Then it gets the update."""
+    actor, engine = await built()
+    together = Replicas([engine], Reference)
     await together.load_weights([("w", torch.ones(1))], 1)
     monkeypatch.setattr(Engine, "ready_to_load", False)
     actor.die()
     waiting = asyncio.create_task(together.generate([3], Sampling(1.0, 2), seed=0))
     await until(lambda: len(engines) == 2)
-    update = asyncio.create_task(together.load_weights([("w", torch.zeros(1))], 2))
-    await until(lambda: engine._loaded.version == 2)
-    assert (files.folder / "version_1").exists()
+    update = asyncio.create_task(together.load_weights([("w", 2 * torch.ones(1))], 2))
+    await until(lambda: engine._state.version == 2)
     assert not update.done()
     engines[1].may_load.set()
     await asyncio.wait_for(update, LIMIT_S)
-    assert (await waiting).version.tolist() == [2, 2]
-    assert [path.name for path in files.folder.iterdir()] == ["version_2"]
+    assert set((await waiting).version.tolist()) <= {1, 2}
+    assert engines[1].version == together.version == 2
+
+
+def test_weights_in_buckets_are_the_weights(monkeypatch):
+    monkeypatch.setattr("onepolicy.launch.ray.replicas.BUCKET_BYTES", 64)
+    whole = torch.arange(40.0)
+    sent = {"a": whole[:9], "b.c": whole[8:].view(4, 8).t(), "half": whole.bfloat16()}
+    sent |= {"ids": torch.arange(3), "one": torch.tensor(2.5), "none": torch.zeros(0, 2)}
+    buckets = put_weights(iter(sent.items()), lambda value: value)
+    assert len(buckets) > 2
+    found = dict(tensors_of(buckets))
+    assert list(found) == list(sent)
+    for name, tensor in sent.items():
+        assert torch.equal(found[name], tensor)
+        assert found[name].dtype == tensor.dtype

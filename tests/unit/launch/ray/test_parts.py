@@ -1,7 +1,9 @@
 """Parts of launch/ray/ that need no running Ray: settings, resources and messages."""
 
+import copyreg
 import dataclasses
-import json
+import io
+import pickle
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -9,35 +11,24 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from onepolicy.interfaces import NumericsContract
 from onepolicy.launch.ray import connect
 
 connect.prepare_environment(own=True)  # for tests in this process that start Ray
 ray = pytest.importorskip("ray")
+from ray import cloudpickle  # noqa: E402
 
 from onepolicy.config import RunConfig, TrainingError, UsageError, resolve  # noqa: E402
-from onepolicy.launch.ray.actors import contract_from_json  # noqa: E402
 from onepolicy.launch.ray.placement import ResourceRequest  # noqa: E402
-from onepolicy.launch.ray.wire import (  # noqa: E402
-    GenerateRequest,
-    decode_replies,
-    decode_requests,
-    encode_replies,
-    encode_requests,
-)
-from onepolicy.types import Completion, RouteSpan, RoutingTrace, Sampling  # noqa: E402
+from onepolicy.launch.ray.replica_actor import bytes_of, tensor_of  # noqa: E402
+from onepolicy.replay.checks import RoutingError  # noqa: E402
+from onepolicy.support.trace import SupportTrace  # noqa: E402
+from onepolicy.types import Completion, RouteSpan, RoutingTrace  # noqa: E402
 
 BASE = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
 
 
 def settings(*overrides) -> RunConfig:
     return resolve(BASE, ["cluster.kind=ray", *overrides])
-
-
-def test_the_folder_of_weights_is_free_to_choose():
-    for weights in ("stream", "disk"):
-        config = settings(f"cluster.sync={weights}", "cluster.sync_dir=x")
-        assert config.cluster.sync_dir == "x"
 
 
 def test_no_address():
@@ -97,53 +88,39 @@ def test_room():
         assert request.replicas == ({"CPU": 1.0, "GPU": gpus},)
 
 
-def completion(weights):
-    ids, valid = torch.tensor([[[0, 3]], [[2, 1]]], dtype=torch.uint8), torch.tensor([True, False])
+def test_what_replicas_are_told_and_answer_survives_ray():
+    """Ray pickles it; torch's tensors keep their bits, and our errors their words."""
+    ids, valid = torch.tensor([[[0, 3]], [[2, 300]]]).to(torch.uint16), torch.tensor([True, False])
     spans = (RouteSpan(0, 1, "prefill", 7), RouteSpan(1, 1, "decode", 8))
-    trace = RoutingTrace(ids, valid, (4,), 8, spans, weights)
+    trace = RoutingTrace(ids, valid, (4,), 512, spans, torch.rand(2, 1, 2))
+    support = SupportTrace.from_mask(torch.tensor([[True, False], [True, True]]), None)
     tokens, logp = torch.tensor([5, 6], dtype=torch.int32), torch.tensor([-0.5, -1.0])
-    return Completion(tokens, logp, tokens + 2, "length", trace, 1, fingerprint="{}")
-
-
-def test_messages_keep_every_field():
-    sampling = Sampling(0.7, 5, stop=(0, 9), top_logprobs=2, routes_from=1)
-    requests = {
-        3: GenerateRequest(torch.tensor([1, 2]), sampling, 2**53 + 1),
-        1: GenerateRequest(torch.tensor([4]), Sampling(0.0, 1), 0),
-    }
-    found = decode_requests(encode_requests(requests))
-    assert list(found) == [3, 1]
-    for number, each in requests.items():
-        assert torch.equal(found[number].prompt_ids, each.prompt_ids)
-        assert (found[number].sampling, found[number].seed) == (each.sampling, each.seed)
-    whole, weighed = completion(None), completion(torch.rand(2, 1, 2))
-    bare = dataclasses.replace(
-        whole, routing=None, finish="stop", fingerprint=None, top_ids=torch.ones(2, 1).int()
+    whole = Completion(
+        tokens, logp, tokens + 2, "length", trace, 1, fingerprint="{}", support=support
     )
-    replies = {0: whole, 1: bare, 2: UsageError("no"), 3: KeyError("what"), 4: weighed}
-    answers = decode_replies(encode_replies(replies))
-    for number in (0, 1, 4):
-        assert_equal(answers[number], replies[number])
-    assert (type(answers[2]), str(answers[2])) == (UsageError, "no")
-    assert (type(answers[3]), str(answers[3])) == (TrainingError, "KeyError: 'what'")
+    pickled = io.BytesIO()
+    pickler = pickle.Pickler(pickled)
+    of_tensors = {torch.Tensor: lambda tensor: (tensor_of, (bytes_of(tensor),))}
+    pickler.dispatch_table = copyreg.dispatch_table | of_tensors
+    pickler.dump(whole)
+    assert_equal(pickle.loads(pickled.getvalue()), whole)
+    for tensor in (torch.tensor(2.5), torch.zeros(0, 2), torch.arange(6).view(2, 3).t()):
+        assert torch.equal(tensor_of(bytes_of(tensor)), tensor)
+    for error in (UsageError("a: b"), TrainingError("c"), RoutingError("d")):
+        found = pickle.loads(cloudpickle.dumps(error))
+        assert (type(found), str(found)) == (type(error), str(error))
 
 
 def assert_equal(found, expected):
     for field in dataclasses.fields(expected):
         a, b = getattr(found, field.name), getattr(expected, field.name)
-        if isinstance(b, RoutingTrace):
+        if isinstance(b, RoutingTrace | SupportTrace):
             assert_equal(a, b)
         elif isinstance(b, torch.Tensor):
             assert torch.equal(a, b)
             assert a.dtype == b.dtype
         else:
             assert a == b, field.name
-
-
-def test_contract_survives_json():
-    modules = (("m", "x"), ("n", "y"))
-    contract = NumericsContract("on-policy", "float32", "a", "b", "c", modules, "d")
-    assert contract_from_json(json.loads(json.dumps(dataclasses.asdict(contract)))) == contract
 
 
 @pytest.mark.process
