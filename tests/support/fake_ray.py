@@ -3,7 +3,13 @@
 import asyncio
 
 import torch
-from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ObjectLostError,
+    RayTaskError,
+    TaskCancelledError,
+)
 
 from onepolicy.config import UsageError
 from onepolicy.interfaces import EngineCaps
@@ -19,14 +25,20 @@ class Engine:
 
     def __init__(self):
         self.caps, self.version = EngineCaps(False, 64), 0
-        self.started, self.may_load = [], asyncio.Event()
+        self.started, self.loaded, self.running = [], [], 0
+        self.running_at_load = None
+        self.may_load = asyncio.Event()
         if self.ready_to_load:
             self.may_load.set()
 
     async def generate(self, prompt_ids, sampling, *, seed):
         self.started.append(seed)
-        for _ in range(sampling.max_tokens):
-            await asyncio.sleep(0.001)
+        self.running += 1
+        try:
+            for _ in range(sampling.max_tokens):
+                await asyncio.sleep(0.001)
+        finally:
+            self.running -= 1
         if sampling.temperature == 9.0:
             raise UsageError("too hot")
         tokens = torch.tensor([prompt_ids[0]] * sampling.max_tokens, dtype=torch.int32)
@@ -35,8 +47,11 @@ class Engine:
         )
 
     async def load_weights(self, weights, version):
+        self.running_at_load = self.running
         await self.may_load.wait()
-        assert [(name, tensor.tolist()) for name, tensor in weights] == [("w", [version])]
+        ((name, tensor),) = weights
+        assert name == "w"
+        self.loaded.append(tensor.item())
         self.version = version
 
     async def reset_cache(self):
@@ -54,16 +69,28 @@ class Reference:
         return self.value
 
 
+class Reply:
+    """A reference to the answer of a call. Whoever awaits it may be cancelled, the call is not."""
+
+    def __init__(self, actor):
+        self.actor, self.answer = actor, asyncio.get_running_loop().create_future()
+
+    def __await__(self):
+        return asyncio.shield(self.answer).__await__()
+
+
 class Actor:
     """A Ray actor without Ray. `die` loses its process and its memory; the next process gets the
     calls that were not answered, in their order, but for pings.
 
-    chance: a random.Random; now and then an answer is lost on its way.
+    chance: a random.Random; now and then an answer is lost on its way. unreachable: pings find no
+    process, though there is one.
     """
 
     def __init__(self, restarts=1, chance=None):
         self.chance = chance
         self.restarts, self.calls, self.pending, self.hung = restarts, [], {}, False
+        self.unreachable = False
         self.process = replica_actor.ReplicaProcess()
 
     def __getattr__(self, method):
@@ -72,17 +99,35 @@ class Actor:
 
     def call(self, method, args):
         self.calls.append(method)
-        answer = asyncio.get_running_loop().create_future()
+        reply = Reply(self)
+        answer = reply.answer
         self.pending[answer] = method, args, None
         answer.add_done_callback(self.forget)
         if self.restarts < 0:
             answer.set_exception(ActorDiedError())
+        elif self.unreachable and method == "ping":
+            answer.set_exception(ActorUnavailableError("it cannot be reached", None))
         elif self.process is not None:
             self.start(answer)
-        return answer
+        return reply
 
     def forget(self, answer):
         self.pending.pop(answer, None)
+        if not answer.cancelled():
+            answer.exception()  # it is not missed if nobody waits for it any more
+
+    def cancel(self, reply):
+        """End a call a little later, unless it has ended."""
+
+        def end():
+            if reply.answer.done():
+                return
+            _, _, task = self.pending[reply.answer]
+            if task is not None:
+                task.cancel()
+            reply.answer.set_exception(RayTaskError("method", "trace", TaskCancelledError()))
+
+        asyncio.get_running_loop().call_later(0.02, end)
 
     def start(self, answer):
         method, args, _ = self.pending[answer]

@@ -48,20 +48,31 @@ def start_noting(monkeypatch):
     return found
 
 
+def when_several_run(monkeypatch, version, do):
+    """Call do(engine) once, when a replica has several requests under weights of `version` or
+    later and `do` returns true."""
+    answer, done = ActorEngine._answer, []
+
+    async def noted(engine, reply):
+        several = engine._waiting >= 1  # beside this one
+        if several and engine.version >= version and not done and do(engine):
+            done.append(engine.name)
+        return await answer(engine, reply)
+
+    monkeypatch.setattr(ActorEngine, "_answer", noted)
+    return done
+
+
 def kill_in_the_middle(monkeypatch, processes, name, version):
     """Send SIGKILL to replica `name` as soon as it has several requests under weights of `version`
     or later."""
-    send, done = ActorEngine._send_moment, []
 
-    def send_and_kill(engine):
-        several = len(engine._unsent) > 1
-        send(engine)
-        if engine.name == name and engine.version >= version and several and not done:
-            done.append(True)
+    def kill(engine):
+        if engine.name == name:
             os.kill(processes[name].pid, signal.SIGKILL)
+        return engine.name == name
 
-    monkeypatch.setattr(ActorEngine, "_send_moment", send_and_kill)
-    return done
+    return when_several_run(monkeypatch, version, kill)
 
 
 def repeated(run):

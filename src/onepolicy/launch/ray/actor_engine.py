@@ -11,8 +11,9 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -37,6 +38,8 @@ PROCESS_LOST = (RayActorError, ObjectLostError, NodeDiedError)
 """Errors of a call to a process that is gone."""
 PING_S = 1.0
 """Seconds from one sign of life to the next."""
+LAST_PING_S = 10.0
+"""Seconds that a process which is late has for one more sign of life, before it is given up."""
 REPLY_CHECKS = 10
 """Number of checks for a reply before the caller gives up."""
 
@@ -55,11 +58,13 @@ class ActorEngine:
         """Connect to an engine that has been built. loaded: reply of `ReplicaProcess.load`."""
         self.name, self._actor, self._state, self._config = name, actor, state, config
         self.caps, self.version, self._process = loaded
-        self._unsent: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
+        self._places: list[asyncio.Future[Moment]] = []  # of requests that begin the next moment
         self._moments = itertools.count()
+        self._given_up: list[Any] = []  # replies to cancelled requests, which may still run
         self._waiting = self._loading = 0  # calls
         self._watcher: asyncio.Task[None] | None = None
         self._gone_since: float | None = None
+        self._former: set[str] = set()  # processes that are gone
         self._why_lost = f"is gone for good (cluster.restarts = {config.restarts})"
         self._restart_count = self._repeated_count = 0
 
@@ -71,43 +76,55 @@ class ActorEngine:
         Raises EngineLost if the process is gone for good.
         """
         while True:
-            sent = asyncio.get_running_loop().create_future()
-            if not self._unsent:
-                # in the next turn of the event loop, after all requests of this turn
-                asyncio.get_running_loop().call_soon(self._send_moment)
-            self._unsent.append(((list(prompt_ids), sampling, seed), sent))
-            reply, asked = await sent, self._process
+            moment = await self._next_moment()
+            request = (list(prompt_ids), sampling, seed, self._state, moment)
+            reply = self._actor.generate.remote(*request)
             try:
                 completion, process = await self._answer(reply)
             except PROCESS_LOST:  # its completion was lost on its way
                 self._repeated_count += 1
                 await asyncio.sleep(PING_S)
                 continue
+            except asyncio.CancelledError:
+                ray.cancel(reply)
+                self._given_up.append(reply)
+                raise
             self._note(process)
-            self._repeated_count += process != asked
+            self._repeated_count += process != moment.process
             return completion
 
-    def _send_moment(self) -> None:
-        requests = [each for each in self._unsent if not each[1].done()]
-        self._unsent, number = [], next(self._moments)
-        for place, (request, sent) in enumerate(requests):
-            moment = Moment(self._process, number, place, len(requests))
-            sent.set_result(self._actor.generate.remote(*request, self._state, moment))
+    def _next_moment(self) -> asyncio.Future[Moment]:
+        """Return the place of a request among all of this turn of the event loop."""
+        loop = asyncio.get_running_loop()
+        if not self._places:
+            loop.call_soon(self._begin_moment)  # in the next turn
+        self._places.append(loop.create_future())
+        return self._places[-1]
+
+    def _begin_moment(self) -> None:
+        places = [each for each in self._places if not each.done()]
+        self._places, number = [], next(self._moments)
+        for place, each in enumerate(places):
+            each.set_result(Moment(self._process, number, place, len(places)))
 
     async def load(self, weights: Sequence[Any], version: int) -> None:
         """Load weights. The engine has no older ones afterwards, also in a new process."""
-        self._state = dataclasses.replace(self._state, version=version, weights=tuple(weights))
+        update = self._state.update + 1
+        self._state = dataclasses.replace(
+            self._state, update=update, version=version, weights=tuple(weights)
+        )
         self.version = -1
         self._loading += 1
+        self._end_watch()  # the next one knows that it loads
         try:
-            _, self.version, process = await self._answer(self._actor.load.remote(self._state))
+            _, self.version, process = await self._call(self._actor.load)
         finally:
             self._loading -= 1
         self._note(process)
 
     async def reset_cache(self) -> None:
         """Discard the engine's cached prefixes. A new process has none."""
-        await self._answer(self._actor.reset_cache.remote(self._state))
+        await self._call(self._actor.reset_cache)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the counts of restarts and repeated requests since the last call, if not 0."""
@@ -118,42 +135,67 @@ class ActorEngine:
         self._restart_count = self._repeated_count = 0
         return {name: count for name, count in counts.items() if count}
 
+    async def _call(self, method: Any) -> Any:
+        """Call a method that no cancelled request may run beside, until it is answered."""
+        given_up, self._given_up = self._given_up, []
+        if given_up:
+            await self._answer(asyncio.gather(*given_up, return_exceptions=True))
+        while True:
+            try:
+                return await self._answer(method.remote(self._state))
+            except PROCESS_LOST:
+                await asyncio.sleep(PING_S)
+
     async def _answer(self, reply: Any) -> Any:
         """Return the reply, and watch the process until then. Raises EngineLost."""
         self._waiting += 1
         if self._watcher is None:
+            if self._gone_since is not None:  # nobody has waited for it since
+                self._gone_since = time.monotonic()
             self._watcher = asyncio.create_task(self._watch())
         try:
             return await reply
         except ActorDiedError as error:
+            self._state = dataclasses.replace(self._state, weights=())  # nobody reads them again
             raise EngineLost(f"{self.name} {self._why_lost}") from error
         except RayTaskError as error:
             raise remote_error(self.name, error) from None
         finally:
             self._waiting -= 1
-            if not self._waiting and self._watcher is not None:
-                self._watcher.cancel()
-                self._watcher = None
+            if not self._waiting:
+                self._end_watch()
+
+    def _end_watch(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
 
     async def _watch(self) -> None:
         """Let Ray restart a process that is silent, and give up one that does not come back."""
-        while self._seconds_left() > 0:
+        left = math.inf
+        while left > 0 or self._seconds_left() > 0:
+            limit = left = self._seconds_left()
+            if left <= 0:  # perhaps this process was busy, not that one
+                limit = LAST_PING_S
             try:
-                process, version = await self._ping(self._seconds_left())
-            except TimeoutError:
-                if self._gone_since is None:
-                    self._miss("no answer")
-                    ray.kill(self._actor, no_restart=False)
+                process, is_ready = await self._ping(limit)
             except ActorDiedError:
                 return  # for good, as whoever waits is told too
+            except TimeoutError:
+                if self._gone_since is not None:
+                    break
+                self._miss("no answer")
+                self._former.add(self._process)
+                ray.kill(self._actor, no_restart=False)
             except PROCESS_LOST as error:
                 self._miss(type(error).__name__)
                 await asyncio.sleep(PING_S)
             else:
-                if version >= 0:
+                if is_ready:
                     self._note(process)
-                elif process != self._process:
+                else:
                     self._miss("another process")
+                    await asyncio.sleep(PING_S)
         limit = f"{self._config.restart_timeout:g} s (cluster.restart_timeout)"
         self._why_lost = f"did not come back within {limit}"
         ray.kill(self._actor)
@@ -166,13 +208,10 @@ class ActorEngine:
             return self._config.restart_timeout
         return self._config.reply_timeout
 
-    async def _ping(self, limit: float) -> tuple[str, int]:
+    async def _ping(self, limit: float) -> tuple[str, bool]:
         ping = self._actor.ping.options(max_task_retries=0)
         reply = ping.remote(min(PING_S, self._config.reply_timeout / 2))
-        excused = self._gone_since is None and not self._loading  # it may begin to load meanwhile
-        return await wait_for_reply(
-            asyncio.ensure_future(reply), limit, lambda: excused and self._loading > 0
-        )
+        return await wait_for_reply(asyncio.ensure_future(reply), limit)
 
     def _miss(self, reason: str) -> None:
         if self._gone_since is None:
@@ -180,24 +219,24 @@ class ActorEngine:
             LOG.warning("%s is gone (%s); waiting for Ray to restart it", self.name, reason)
 
     def _note(self, process: str) -> None:
-        """Count a restart if another process than before has the engine."""
-        if process == self._process:
-            return
-        self._miss("another process")
-        assert self._gone_since is not None
-        LOG.warning("%s is back after %.1f s", self.name, time.monotonic() - self._gone_since)
-        self._process, self._gone_since = process, None
-        self._restart_count += 1
+        """Note that this process has answered. Count a restart if it is another than before."""
+        if process in self._former:
+            return  # its answer comes late
+        if process != self._process:
+            self._miss("another process")
+            self._former.add(self._process)
+            self._process = process
+            self._restart_count += 1
+        if self._gone_since is not None:
+            LOG.warning("%s is back after %.1f s", self.name, time.monotonic() - self._gone_since)
+            self._gone_since = None
 
 
-async def wait_for_reply(
-    reply: asyncio.Future[Any], limit: float, paused: Callable[[], bool] = lambda: False
-) -> Any:
+async def wait_for_reply(reply: asyncio.Future[Any], limit: float) -> Any:
     """Return the result of `reply`. Raises TimeoutError if there is none after `limit` seconds.
 
     The limit is divided into REPLY_CHECKS checks. A blocked event loop costs one check, however
-    long it is blocked, so a reply that arrived meanwhile is not lost. A check during which paused()
-    is true does not count.
+    long it is blocked, so a reply that arrived meanwhile is not lost.
     """
     checks_left = REPLY_CHECKS
     try:
@@ -205,7 +244,7 @@ async def wait_for_reply(
             if checks_left == 0:
                 raise TimeoutError
             await asyncio.wait((reply,), timeout=limit / REPLY_CHECKS)
-            checks_left -= not paused()
+            checks_left -= 1
         return reply.result()
     finally:
         reply.cancel()
@@ -214,6 +253,7 @@ async def wait_for_reply(
 def remote_error(name: str, error: RayTaskError) -> Exception:
     """Return the error that a method of process `name` raised, as an error of this process."""
     cause = error.cause
-    if isinstance(cause, TrainingError | UsageError | RoutingError):
-        return type(cause)(f"{name}: {cause}")
+    for kind in (RoutingError, TrainingError, UsageError):
+        if isinstance(cause, kind):
+            return kind(f"{name}: {cause}")
     return TrainingError(f"{name}: {type(cause).__name__}: {cause}")

@@ -1,7 +1,7 @@
 """The process of a rollout replica under Ray.
 
-Every worker imports this module before it is asked for anything. So torch and the engines are
-imported when an engine is built.
+Every worker imports this module before it is asked for anything. So torch and the engines
+(tensors.py) are imported when an engine is built.
 """
 
 from __future__ import annotations
@@ -12,21 +12,16 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ray.util import register_serializer
-
 from onepolicy.launch.ray.rank_actor import process_info_json
 from onepolicy.telemetry import disable_telemetry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import torch
-    from torch import Tensor
+    from collections.abc import Sequence
 
     from onepolicy.interfaces import EngineCaps, RolloutEngine
     from onepolicy.types import Completion, Sampling
 
-MEETING_TIMEOUT_S = 30.0
+MEETING_TIMEOUT_S = 5.0
 """Seconds that requests wait for those of the same moment, which Ray brings within milliseconds."""
 
 
@@ -39,7 +34,8 @@ class EngineState:
 
     spec: Any  # reference to an EngineSpec
     threads: int
-    version: int = 0
+    update: int = 0  # number of the load that gave the weights; 0: those it is built with
+    version: int = 0  # of the weights, which several loads may give
     weights: tuple[Any, ...] = ()  # references to (dtype and shape by name, bytes as an array)
 
 
@@ -60,26 +56,28 @@ class ReplicaProcess:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._engine: RolloutEngine | None = None
-        self._process = uuid.uuid4().hex
-        self._version = -1  # of the weights it has
-        self._changing = asyncio.Lock()
+        self._name = uuid.uuid4().hex
+        self._update = -1  # of the state that the engine has
+        self._changing, self._changes = asyncio.Lock(), set[asyncio.Task[None]]()
         self._meetings: dict[int, dict[int, asyncio.Future[None]]] = {}
+        self._last_met = -1
 
     async def process_info_json(self) -> str:
         return process_info_json()
 
-    async def ping(self, seconds: float) -> tuple[str, int]:
-        """Return the name of this process and the version that it has, -1 before it has any.
+    async def ping(self, seconds: float) -> tuple[str, bool]:
+        """Return the name of this process, and whether it has an engine with weights.
 
-        seconds: until it answers. A process that ends meanwhile is noticed at once.
+        seconds: until it answers, if it has. A process that ends meanwhile is noticed at once.
         """
-        await asyncio.sleep(seconds)
-        return self._process, self._version
+        if self._update >= 0:
+            await asyncio.sleep(seconds)
+        return self._name, self._update >= 0
 
     async def load(self, state: EngineState) -> tuple[EngineCaps, int, str]:
         """Return the engine's capabilities and version with this state, and this process's name."""
         engine = await self._engine_with(state)
-        return engine.caps, engine.version, self._process
+        return engine.caps, engine.version, self._name
 
     async def generate(
         self,
@@ -92,7 +90,7 @@ class ReplicaProcess:
         """Return a completion and the name of this process."""
         await self._meet(moment)
         engine = await self._engine_with(state)
-        return await engine.generate(prompt_ids, sampling, seed=seed), self._process
+        return await engine.generate(prompt_ids, sampling, seed=seed), self._name
 
     async def reset_cache(self, state: EngineState) -> None:
         await (await self._engine_with(state)).reset_cache()
@@ -101,76 +99,45 @@ class ReplicaProcess:
         """Wait until all requests of a moment are here, then let them start in their order.
 
         A batch, and with it the last bits of a completion, is then that of an engine in the
-        driver's process. After a loss Ray brings only those that were not answered.
+        driver's process. Of a moment that was sent to a lost process or has started, Ray brings
+        only what was not answered: it waits for nobody.
         """
-        if moment.process != self._process:
+        number = moment.number
+        has_started = number <= self._last_met and number not in self._meetings
+        if moment.process != self._name or has_started:
             return
         loop = asyncio.get_running_loop()
-        met = self._meetings.setdefault(moment.number, {})
+        met = self._meetings.setdefault(number, {})
         here = met.setdefault(moment.place, loop.create_future())
         if len(met) == moment.size:
-            loop.call_soon(self._let_start, moment.number)
+            loop.call_soon(self._let_start, number)  # once the last of them waits as well
         await asyncio.wait((here,), timeout=MEETING_TIMEOUT_S)
-        self._meetings.pop(moment.number, None)
+        self._let_start(number)
 
     def _let_start(self, number: int) -> None:
-        for _, here in sorted(self._meetings.get(number, {}).items()):
+        self._last_met = max(self._last_met, number)
+        for _, here in sorted(self._meetings.pop(number, {}).items()):
             here.set_result(None)
 
     async def _engine_with(self, state: EngineState) -> RolloutEngine:
         """Return the engine with the weights of `state`, or newer ones."""
-        if self._engine is None or self._version < state.version:
-            async with self._changing:
-                if self._engine is None:
-                    self._engine = build_engine(await state.spec, state.threads)
-                    self._version = min(state.version, 0)
-                if self._version < state.version:
-                    buckets = [await reference for reference in state.weights]
-                    await self._engine.load_weights(tensors_of(buckets), state.version)
-                    self._version = state.version
+        if self._update < state.update:
+            # a task of its own: the end of a request that is given up must not end a load
+            change = asyncio.create_task(self._change(state))
+            self._changes.add(change)
+            change.add_done_callback(self._changes.discard)
+            await asyncio.shield(change)
+        assert self._engine is not None
         return self._engine
 
+    async def _change(self, state: EngineState) -> None:
+        from onepolicy.launch.ray import tensors
 
-def build_engine(spec: Any, threads: int) -> RolloutEngine:
-    import torch
-
-    from onepolicy.build import engines
-    from onepolicy.models.load import parse_device
-
-    parse_device(spec.device.type)  # which this machine must have
-    # torch pickles uint16 tensors, which routes are, but cannot unpickle them
-    register_serializer(torch.Tensor, serializer=bytes_of, deserializer=tensor_of)
-    torch.set_num_threads(threads)
-    return engines.build_engine(spec)
-
-
-def bytes_of(tensor: Tensor) -> tuple[Any, torch.dtype, tuple[int, ...]]:
-    """Return a tensor's bytes as an array, its dtype and its shape."""
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return flat.numpy(), tensor.dtype, tuple(tensor.shape)
-
-
-def tensor_of(parts: tuple[Any, torch.dtype, tuple[int, ...]]) -> Tensor:
-    """Return the tensor of `bytes_of`."""
-    import torch
-
-    data, dtype, shape = parts
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    tensor.view(-1).view(torch.uint8).numpy()[:] = data
-    return tensor
-
-
-def tensors_of(buckets: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of `replicas.put_weights`. They belong to the engine."""
-    import torch
-
-    from onepolicy.sync.buckets import unflatten_bucket
-
-    for forms, data in buckets:
-        like = {
-            name: torch.empty(shape, dtype=dtype, device="meta")
-            for name, (dtype, shape) in forms.items()
-        }
-        yield from unflatten_bucket(torch.from_numpy(data.copy()), like).items()
+        async with self._changing:
+            if self._engine is None:
+                self._engine = tensors.build_engine(await state.spec, state.threads)
+            if self._update < state.update:
+                if state.update:
+                    buckets = [await reference for reference in state.weights]
+                    await self._engine.load_weights(tensors.from_buckets(buckets), state.version)
+                self._update = state.update

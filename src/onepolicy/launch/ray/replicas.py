@@ -10,13 +10,11 @@ from typing import Any, Protocol
 
 from onepolicy.config import TrainingError
 from onepolicy.interfaces import NamedWeights
+from onepolicy.launch.ray.tensors import put_weights
 from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.rollout.remote.fleet import Fleet, Member, MemberEngine
-from onepolicy.sync.buckets import flatten_tensors, split_into_buckets
 from onepolicy.sync.group import run_in_daemon_thread
 from onepolicy.types import Completion, Sampling
-
-BUCKET_BYTES = 2**28  # a larger tensor is a bucket of its own
 
 
 class Replica(MemberEngine, Protocol):
@@ -83,12 +81,3 @@ class Replicas(Fleet[Replica]):
 
     def _none_left(self) -> EngineLost:
         return EngineLost(f"{super()._none_left()}; `--resume` continues after the last checkpoint")
-
-
-def put_weights(weights: NamedWeights, put: Callable[[Any], Any]) -> list[Any]:
-    """Store the weights in buckets, each as its tensors' forms and their bytes."""
-    stored = []
-    for bucket in split_into_buckets(weights, BUCKET_BYTES):
-        forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket.items()}
-        stored.append(put((forms, flatten_tensors(list(bucket.values()), cpu=True).numpy())))
-    return stored

@@ -23,7 +23,7 @@ from onepolicy.train import checkpoint
 from support import ray_runs
 from support.metrics import rows, timeless
 from support.own_processes import end_with_parent
-from support.ray_runs import RAY, kill_in_the_middle, repeated, start_noting
+from support.ray_runs import RAY, kill_in_the_middle, repeated, start_noting, when_several_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.process, pytest.mark.timeout(1200)]
 EXACT = ["numerics=on-policy", "model.dtype=float32", "train.device=cpu"]
@@ -222,17 +222,14 @@ def test_a_removed_node_takes_its_replica_along(
     """No other node has resources for the replica, so it is lost after cluster.restart_timeout. The
     other replica continues."""
     (other,) = two_nodes.worker_nodes
-    send, done = ActorEngine._send_moment, []
 
-    def send_and_remove(engine):
-        several = len(engine._unsent) > 1
-        send(engine)
+    def remove(engine):
         there = processes[engine.name].node == other.node_id
-        if there and engine.version >= 1 and several and not done:
-            done.append(engine.name)
+        if there:
             two_nodes.remove_node(other, allow_graceful=False)
+        return there
 
-    monkeypatch.setattr(ActorEngine, "_send_moment", send_and_remove)
+    done = when_several_run(monkeypatch, 1, remove)
     settings = ["cluster.replicas=2", "cluster.cpus_per_replica=2", "cluster.restart_timeout=20"]
     out = train("ray", *OVERRIDES, *EXACT, *RAY, *settings, f"cluster.address={two_nodes.address}")
     assert done

@@ -16,10 +16,11 @@ ray = pytest.importorskip("ray")
 from onepolicy.config import UsageError  # noqa: E402
 from onepolicy.config.cluster import RayCluster  # noqa: E402
 from onepolicy.launch.ray import actor_engine as remote  # noqa: E402
-from onepolicy.launch.ray import replica_actor  # noqa: E402
+from onepolicy.launch.ray import replica_actor, tensors  # noqa: E402
 from onepolicy.launch.ray.actor_engine import ActorEngine  # noqa: E402
-from onepolicy.launch.ray.replica_actor import EngineState, Moment, tensors_of  # noqa: E402
-from onepolicy.launch.ray.replicas import Replicas, put_weights  # noqa: E402
+from onepolicy.launch.ray.replica_actor import EngineState, Moment  # noqa: E402
+from onepolicy.launch.ray.replicas import Replicas  # noqa: E402
+from onepolicy.launch.ray.tensors import from_buckets, put_weights  # noqa: E402
 from onepolicy.rollout.remote.client import EngineLost  # noqa: E402
 from onepolicy.types import Sampling  # noqa: E402
 from support.fake_ray import Actor, Engine, Reference  # noqa: E402
@@ -38,9 +39,10 @@ def engines(monkeypatch):
         built.append(Engine())
         return built[-1]
 
-    monkeypatch.setattr(replica_actor, "build_engine", build)
+    monkeypatch.setattr(tensors, "build_engine", build)
     monkeypatch.setattr(remote, "PING_S", 0.01)
     monkeypatch.setattr(remote.ray, "kill", kill)
+    monkeypatch.setattr(remote.ray, "cancel", lambda reply: reply.actor.cancel(reply))
     return built
 
 
@@ -99,7 +101,7 @@ async def test_requests_that_arrive_in_another_order_start_in_theirs(engines):
     """Those of a moment whose others were answered before a loss wait for nobody."""
     process, sampling = replica_actor.ReplicaProcess(), Sampling(1.0, 1)
     places = [2, 0, 1]
-    name = process._process
+    name = process._name
     calls = (process.generate([p], sampling, p, STATE, Moment(name, 7, p, 3)) for p in places)
     await asyncio.gather(*calls)
     assert engines[0].started == [0, 1, 2]
@@ -237,33 +239,258 @@ async def test_an_answer_during_a_blocked_event_loop_is_no_silence():
         await remote.wait_for_reply(asyncio.get_running_loop().create_future(), 0.05)
 
 
+class Busy(Actor):
+    """An actor that answers nothing until `free`."""
+
+    def __init__(self, restarts=1):
+        super().__init__(restarts)
+        self.free = asyncio.Event()
+
+    async def run(self, method, args, answer):
+        await self.free.wait()
+        await super().run(method, args, answer)
+
+
 @in_event_loop
-async def test_loading_for_longer_than_the_reply_limit_is_no_silence(engines, monkeypatch):
-    """A process answers nothing while it takes weights over."""
-    looks, wait_for_reply = [], remote.wait_for_reply
-
-    def counting(answer, limit, excused):
-        return wait_for_reply(answer, limit, lambda: looks.append(excused()) or looks[-1])
-
-    monkeypatch.setattr(remote, "wait_for_reply", counting)
-
-    class Busy(Actor):
-        async def run(self, method, args, answer):
-            await engines[0].may_load.wait()
-            await super().run(method, args, answer)
-
-    actor, engine = await built(Busy, reply_timeout=0.2)
-    engines[0].may_load.clear()
+async def test_loading_for_longer_than_the_reply_limit_is_no_silence(engines):
+    """A process answers nothing while it takes weights over. The ping of before waits as well."""
+    actor, engine = await built(Busy, reply_timeout=0.3)
     waiting = asyncio.ensure_future(asked(engine, range(3)))
     await until(lambda: "ping" in actor.calls)
     loading = asyncio.ensure_future(engine.load(weights(4), 4))
-    # of one ping at the least more than it has
-    await until(lambda: looks.count(True) > 2 * remote.REPLY_CHECKS)
+    await asyncio.sleep(1)
     assert not waiting.done()
-    engines[0].may_load.set()
+    actor.free.set()
     await loading
     assert [each.token_ids.tolist() for each in await waiting] == [[n] * 3 for n in range(3)]
     assert engine.take_metrics() == {}
+
+
+@in_event_loop
+async def test_loading_for_longer_than_a_restart_may_take_is_silence(engines):
+    """A ping of before the load does not hide it."""
+    actor, engine = await built(Busy, restart_timeout=0.3)
+    waiting = asyncio.ensure_future(asked(engine, range(3)))
+    await until(lambda: "ping" in actor.calls)
+    loading = asyncio.ensure_future(engine.load(weights(4), 4))
+    await until(lambda: actor.restarts == 0)  # Ray was told to start another process
+    actor.free.set()
+    await loading
+    assert [each.token_ids.tolist() for each in await waiting] == [[n] * 3 for n in range(3)]
+    assert engine.version == engines[-1].version == 4
+
+
+@in_event_loop
+async def test_weights_of_the_version_that_it_has_are_loaded(engines):
+    """The first push of a run has version 0, as the weights that engines are built with. An adapter
+    is tried out by more pushes of one version."""
+    actor, engine = await built()
+    for version, value in ((0, 10), (0, 11), (1, 12), (1, 13), (0, 14)):
+        await engine.load(put_weights([("w", torch.tensor(value))], Reference), version)
+        assert engines[0].loaded[-1] == value
+        assert engine.version == engines[0].version == version
+    actor.die()
+    await asked(engine, [1])
+    assert engines[1].loaded == [14]
+
+
+@in_event_loop
+async def test_a_process_that_could_not_be_reached_for_a_while_is_not_given_up(engines, caplog):
+    actor, engine = await built(restart_timeout=0.3)
+    waiting = asyncio.ensure_future(asked(engine, [1], 10**6))
+    for _ in range(2):
+        actor.unreachable = True
+        await until(lambda: engine._gone_since is not None)
+        actor.unreachable = False
+        await until(lambda: engine._gone_since is None)
+        await asyncio.sleep(0.5)
+    assert actor.restarts == 1  # nobody has killed it
+    assert not waiting.done()
+    assert caplog.text.count("replica 0 is back after") == 2
+    waiting.cancel()
+
+
+@in_event_loop
+async def test_answers_are_signs_of_life(engines):
+    """Pings do not arrive, and the time between two requests is longer than a restart may take."""
+    actor, engine = await built(restart_timeout=0.3)
+    actor.unreachable = True
+    for number in range(3):
+        (done,) = await asked(engine, [number], 30)
+        assert done.token_ids.tolist() == [number] * 30
+        await asyncio.sleep(0.5)
+    assert actor.restarts == 1
+
+
+@in_event_loop
+async def test_the_time_of_a_blocked_event_loop_is_not_that_of_a_restart(engines):
+    """The process is back meanwhile, but nobody has asked it yet."""
+    actor, engine = await built(restart_timeout=0.3)
+    actor.unreachable = True
+    waiting = asyncio.ensure_future(asked(engine, [1], 50))
+    await until(lambda: engine._gone_since is not None)
+    actor.unreachable = False
+    time.sleep(0.5)
+    (done,) = await waiting
+    assert done.token_ids.tolist() == [1] * 50
+    assert actor.restarts == 1
+
+
+@in_event_loop
+async def test_a_restart_begins_when_somebody_waits_for_it(engines, monkeypatch):
+    """A process was lost, and its requests were given up long ago."""
+    monkeypatch.setattr(remote, "LAST_PING_S", 0.01)
+    actor, engine = await built()
+    actor.restart = lambda: None
+    given_up = asyncio.ensure_future(asked(engine, [1], 300))
+    await until(lambda: engines[0].started)
+    actor.die()
+    await until(lambda: engine._gone_since is not None)
+    given_up.cancel()
+    await asyncio.sleep(0.1)
+    engine._gone_since -= 3600
+    waiting = asyncio.ensure_future(asked(engine, [2]))
+    await asyncio.sleep(0.2)
+    Actor.restart(actor)
+    (done,) = await waiting
+    assert done.token_ids.tolist() == [2] * 3
+
+
+@in_event_loop
+async def test_a_late_answer_of_a_former_process_is_no_restart(engines):
+    _, engine = await built()
+    first = engine._process
+    engine._note("second")
+    engine._note(first)
+    engine._note("second")
+    assert engine.take_metrics() == {"rollout/replica_restarts": 1}
+
+
+@in_event_loop
+async def test_a_process_is_ready_once_it_has_weights(engines, monkeypatch):
+    """A driver gives one that is not the time of a restart."""
+    monkeypatch.setattr(Engine, "ready_to_load", False)
+    process = replica_actor.ReplicaProcess()
+    assert await process.ping(3600) == (process._name, False)
+    state = EngineState(Reference("spec"), 1, 3, 7, tuple(weights(7)))
+    loading = asyncio.ensure_future(process.load(state))
+    await until(lambda: engines)
+    assert await process.ping(3600) == (process._name, False)
+    engines[0].may_load.set()
+    await loading
+    assert await process.ping(0) == (process._name, True)
+
+
+@in_event_loop
+async def test_repeated_and_late_requests_of_a_moment_wait_for_nobody(engines, monkeypatch):
+    """Ray repeats a call to a process that lives if it was cut off from it."""
+    process = replica_actor.ReplicaProcess()
+    await process.load(STATE)
+
+    def request(number, place, size=2):
+        moment = Moment(process._name, number, place, size)
+        return asyncio.ensure_future(process.generate([1], Sampling(1.0, 1), 7, STATE, moment))
+
+    async with asyncio.timeout(LIMIT_S):
+        monkeypatch.setattr(replica_actor, "MEETING_TIMEOUT_S", 100 * LIMIT_S)
+        both = request(0, 0), request(0, 0), request(0, 1), request(0, 1)  # twice each, at once
+        await asyncio.gather(*both)
+        await request(0, 0)  # again, when the moment is over
+        monkeypatch.setattr(replica_actor, "MEETING_TIMEOUT_S", 0.05)
+        await asyncio.gather(request(2, 0, 3), request(2, 1, 3))  # one is missing
+        monkeypatch.setattr(replica_actor, "MEETING_TIMEOUT_S", 100 * LIMIT_S)
+        await request(2, 2, 3)
+        await request(1, 0)  # of a moment before
+        here = request(4, 0)
+        await asyncio.gather(request(5, 0), request(5, 1))
+        assert not here.done()  # the rest of its moment comes after the next
+        await asyncio.gather(here, request(4, 1))
+    assert process._meetings == {}
+
+
+@in_event_loop
+async def test_a_request_that_cannot_be_sent_is_an_error_of_its_caller(engines, monkeypatch):
+    actor, engine = await built()
+    call = actor.call
+
+    def refuse(method, args):
+        if method == "generate":
+            raise ValueError("Ray is not connected")
+        return call(method, args)
+
+    actor.call = refuse
+    async with asyncio.timeout(LIMIT_S):
+        for error in await asked(engine, range(3)):
+            assert isinstance(error, ValueError)
+        actor.call = call
+        (done,) = await asked(engine, [5])
+    assert done.token_ids.tolist() == [5] * 3
+
+
+@pytest.mark.parametrize("what", ["load", "reset_cache"])
+@in_event_loop
+async def test_a_cancelled_request_has_ended_before_weights_and_caches_change(what, engines):
+    """vLLM's refuses both while a request runs."""
+    _, engine = await built()
+    waiting = asyncio.ensure_future(engine.generate([1], Sampling(1.0, 10**6), seed=0))
+    await until(lambda: engines[0].running)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    if what == "load":
+        await engine.load(weights(1), 1)
+        assert engines[0].running_at_load == 0
+    else:
+        await engine.reset_cache()
+    assert engines[0].running == 0
+
+
+@in_event_loop
+async def test_a_load_outlives_the_cancelled_request_that_began_it(engines, monkeypatch):
+    monkeypatch.setattr(Engine, "ready_to_load", False)
+    process = replica_actor.ReplicaProcess()
+    state = EngineState(Reference("spec"), 1, 1, 5, tuple(weights(5)))
+    request = process.generate([1], Sampling(1.0, 1), 7, state, Moment("another", 0, 0, 1))
+    waiting = asyncio.ensure_future(request)
+    await until(lambda: engines and engines[0].running_at_load is not None)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    engines[0].may_load.set()
+    _, version, _ = await process.load(state)
+    assert version == 5
+    assert engines[0].loaded == [5]
+
+
+@in_event_loop
+async def test_answers_that_were_lost_are_asked_for_again(engines):
+    """Also those to a load and to a reset of the cache."""
+    actor, engine = await built()
+    lost, run = [], actor.run
+
+    async def lose_first(method, args, answer):
+        if method.__name__ not in lost:
+            lost.append(method.__name__)
+            answer.set_exception(remote.ObjectLostError("ref", None, ""))
+        else:
+            await run(method, args, answer)
+
+    actor.run = lose_first
+    await engine.load(weights(3), 3)
+    await engine.reset_cache()
+    (done,) = await asked(engine, [4])
+    assert {"load", "reset_cache", "generate"} <= set(lost)
+    assert done.token_ids.tolist() == [4] * 3
+    assert engine.version == 3
+    assert engine.take_metrics() == {"rollout/requests_repeated": 1}
+
+
+@in_event_loop
+async def test_a_lost_replica_holds_no_weights(engines):
+    """Its last ones would stay in the object store until the run ends."""
+    actor, engine = await built(restarts=0)
+    await engine.load(weights(1), 1)
+    actor.die()
+    await asked(engine, [1])
+    assert engine._state.weights == ()
 
 
 @in_event_loop
@@ -286,13 +513,13 @@ async def test_a_process_that_returns_during_an_update_gets_the_update(engines, 
 
 
 def test_weights_in_buckets_are_the_weights(monkeypatch):
-    monkeypatch.setattr("onepolicy.launch.ray.replicas.BUCKET_BYTES", 64)
+    monkeypatch.setattr("onepolicy.launch.ray.tensors.BUCKET_BYTES", 64)
     whole = torch.arange(40.0)
     sent = {"a": whole[:9], "b.c": whole[8:].view(4, 8).t(), "half": whole.bfloat16()}
     sent |= {"ids": torch.arange(3), "one": torch.tensor(2.5), "none": torch.zeros(0, 2)}
     buckets = put_weights(iter(sent.items()), lambda value: value)
     assert len(buckets) > 2
-    found = dict(tensors_of(buckets))
+    found = dict(from_buckets(buckets))
     assert list(found) == list(sent)
     for name, tensor in sent.items():
         assert torch.equal(found[name], tensor)

@@ -19,7 +19,7 @@ from ray import cloudpickle  # noqa: E402
 
 from onepolicy.config import RunConfig, TrainingError, UsageError, resolve  # noqa: E402
 from onepolicy.launch.ray.placement import ResourceRequest  # noqa: E402
-from onepolicy.launch.ray.replica_actor import bytes_of, tensor_of  # noqa: E402
+from onepolicy.launch.ray.tensors import bytes_of, tensor_of  # noqa: E402
 from onepolicy.replay.checks import RoutingError  # noqa: E402
 from onepolicy.support.trace import SupportTrace  # noqa: E402
 from onepolicy.types import Completion, RouteSpan, RoutingTrace  # noqa: E402

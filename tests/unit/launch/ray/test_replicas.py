@@ -9,8 +9,8 @@ import torch
 
 from onepolicy.config import TrainingError
 from onepolicy.interfaces import EngineCaps
-from onepolicy.launch.ray.replica_actor import tensors_of
 from onepolicy.launch.ray.replicas import Replicas
+from onepolicy.launch.ray.tensors import from_buckets
 from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.rollout.remote.fleet import common_caps
 from onepolicy.types import Completion, Sampling
@@ -39,7 +39,7 @@ class Engine:
     async def load(self, weights, version):
         if self.lost_after is not None and len(self.asked) >= self.lost_after:
             raise EngineLost(f"{self.name} is gone")
-        self.loaded.append(dict(tensors_of(weights)))
+        self.loaded.append(dict(from_buckets(weights)))
         self.version = version
 
     async def reset_cache(self):
