@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -139,7 +140,9 @@ class ActorEngine:
         """Call a method that no cancelled request may run beside, until it is answered."""
         given_up, self._given_up = self._given_up, []
         if given_up:
-            await self._answer(asyncio.gather(*given_up, return_exceptions=True))
+            ended = asyncio.gather(*given_up, return_exceptions=True)
+            with suppress(TimeoutError):  # the engine says then what runs
+                await asyncio.wait_for(self._answer(ended), self._config.reply_timeout)
         while True:
             try:
                 return await self._answer(method.remote(self._state))
@@ -149,7 +152,7 @@ class ActorEngine:
     async def _answer(self, reply: Any) -> Any:
         """Return the reply, and watch the process until then. Raises EngineLost."""
         self._waiting += 1
-        if self._watcher is None:
+        if self._watcher is None or self._watcher.done():
             if self._gone_since is not None:  # nobody has waited for it since
                 self._gone_since = time.monotonic()
             self._watcher = asyncio.create_task(self._watch())

@@ -131,11 +131,12 @@ class ReplicaProcess:
         return self._engine
 
     async def _change(self, state: EngineState) -> None:
-        from onepolicy.launch.ray import tensors
-
         async with self._changing:
+            spec = await state.spec  # meanwhile this process says that it is not ready
+            from onepolicy.launch.ray import tensors
+
             if self._engine is None:
-                self._engine = tensors.build_engine(await state.spec, state.threads)
+                self._engine = tensors.build_engine(spec, state.threads)
             if self._update < state.update:
                 if state.update:
                     buckets = [await reference for reference in state.weights]
