@@ -199,8 +199,8 @@ class ActorEngine:
                 else:
                     self._miss("another process")
                     await asyncio.sleep(PING_S)
-        limit = f"{self._config.restart_timeout:g} s (cluster.restart_timeout)"
-        self._why_lost = f"did not come back within {limit}"
+        most = f"{self._config.restart_timeout:g} s (cluster.restart_timeout)"
+        self._why_lost = f"did not come back within {most}"
         ray.kill(self._actor)
 
     def _seconds_left(self) -> float:
