@@ -26,7 +26,7 @@ class Engine:
     def __init__(self):
         self.caps, self.version = EngineCaps(False, 64), 0
         self.started, self.loaded, self.running = [], [], 0
-        self.running_at_load = None
+        self.running_at_load = []  # requests, at the begin of each load
         self.may_load = asyncio.Event()
         if self.ready_to_load:
             self.may_load.set()
@@ -47,7 +47,7 @@ class Engine:
         )
 
     async def load_weights(self, weights, version):
-        self.running_at_load = self.running
+        self.running_at_load.append(self.running)
         await self.may_load.wait()
         ((name, tensor),) = weights
         assert name == "w"

@@ -438,7 +438,7 @@ async def test_a_cancelled_request_has_ended_before_weights_and_caches_change(wh
     await asyncio.gather(waiting, return_exceptions=True)
     if what == "load":
         await engine.load(weights(1), 1)
-        assert engines[0].running_at_load == 0
+        assert engines[0].running_at_load == [0]
     else:
         await engine.reset_cache()
     assert engines[0].running == 0
@@ -451,12 +451,13 @@ async def test_a_load_outlives_the_cancelled_request_that_began_it(engines, monk
     state = EngineState(Reference("spec"), 1, 1, 5, tuple(weights(5)))
     request = process.generate([1], Sampling(1.0, 1), 7, state, Moment("another", 0, 0, 1))
     waiting = asyncio.ensure_future(request)
-    await until(lambda: engines and engines[0].running_at_load is not None)
+    await until(lambda: engines and engines[0].running_at_load)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     engines[0].may_load.set()
     _, version, _ = await process.load(state)
     assert version == 5
+    assert len(engines[0].running_at_load) == 1  # none was broken off in the middle
     assert engines[0].loaded == [5]
 
 
