@@ -166,6 +166,37 @@ def test_a_missing_support_ends_a_run_that_does_not_drop_and_a_wrong_one_every_r
         collect(Unsupported(wrong=[seed_of(6, 0)]), Failing({}), asks=CUT, **DROP)
 
 
+def test_an_evaluation_beside_the_rollouts_takes_none_of_their_counts():
+    """With rollout.max_staleness the next step's episodes are played while one is evaluated."""
+
+    class Slow(Unsupported):
+        async def generate(self, tokens, sampling, *, seed):
+            done = await super().generate(tokens, sampling, seed=seed)
+            if sampling.support and len(self.seeds) > 4:
+                await evaluation_over.wait()
+            return done
+
+    async def both():
+        rollouts = asyncio.ensure_future(
+            collect_rollouts(engine, environment, config, CUT, step=3, seed=5)
+        )
+        while len(engine.seeds) < 8:
+            await asyncio.sleep(0)
+        scores = await evaluate(
+            Engine(), environment, EvalConfig(problems=2, k=0), stop=(), max_tokens=1
+        )
+        evaluation_over.set()
+        return scores, (await rollouts)[1]
+
+    evaluation_over = asyncio.Event()
+    engine, environment = Slow([seed_of(6, 0), seed_of(6, 1), seed_of(7, 3)]), Failing({})
+    environment.held_out = lambda count: [environment.train_problem(i) for i in range(count)]
+    config = RolloutConfig(prompts_per_step=2, group_size=4, **DROP)
+    scores, metrics = asyncio.run(both())
+    assert metrics["rollout/missing_supports"] == 3
+    assert not any("support" in name for name in scores)
+
+
 def forked(rewards: list[float], episodes: list[int]) -> Group:
     pairs = zip(group(rewards).samples, episodes, strict=True)
     return Group(0, tuple(dataclasses.replace(sample, episode=e) for sample, e in pairs))
