@@ -1,4 +1,4 @@
-"""What is said of routes that are wrong, or of a router that has collapsed (checks.py)."""
+"""Words about routes that are wrong, or about a router that has collapsed (checks.py)."""
 
 from __future__ import annotations
 
