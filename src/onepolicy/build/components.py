@@ -54,7 +54,6 @@ from onepolicy.replay.checks import RouteSpec, refuse_router_loss
 from onepolicy.replay.layers import require_moe
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.pressure import check_pressure
-from onepolicy.rollout.missing_supports import DroppingEnvironment
 from onepolicy.rollout.remote.dialects.sglang_adapters import layer_names as sglang_layer_names
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.rollout.vllm.adapter import layer_names
@@ -236,8 +235,6 @@ def with_sampling(
     if not config.rollout.sampling.narrows:  # then the support has the values
         top_logprobs = config.correction.top_logprobs(scorer.vocab_size)
     check_engine_capabilities(config, engine.caps, top_logprobs)
-    if config.rollout.sampling.narrows and config.rollout.sampling.missing_support == "drop":
-        environment = DroppingEnvironment(environment)
     reprefill = None
     samplers: tuple[WeightTarget, ...] = (engine,)
     if config.uses_reprefill:

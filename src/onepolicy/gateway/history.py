@@ -26,6 +26,7 @@ from onepolicy.gateway.messages import (
     Message,
     Request,
     RequestError,
+    Tool,
     chain_key,
     tools_key,
 )
@@ -115,7 +116,7 @@ class History:
             self._room(tokens, request),
             min(turn.path.first_missing_route, turn.length),
             len(turn.root.prompt),
-            facts=facts + self._facts_about_text(tail),
+            facts=facts + self._unknown(tail, request.messages[place:]),
         )
 
     def count_tokens(self, request: Request) -> int:
@@ -141,7 +142,8 @@ class History:
         versions: of the engine's weights before and after, None if they are not known. stop: the
         client's text that ended it.
         """
-        number, facts = len(self.turns), plan.facts + self._facts_about(completion, versions)
+        number = len(self.turns)
+        facts = tuple(dict.fromkeys(plan.facts + self._facts_about(completion, versions)))
         root, family = self._family_of(plan)
         if any(each.key == plan.key for each in family):
             facts = (*facts, Reason.RETRY_SIBLING)
@@ -261,7 +263,7 @@ class History:
             len(tokens),
             broken,
             break_,
-            facts + self._facts_about_text(tokens),
+            facts + self._unknown(tokens, request.messages, request.tools),
         )
 
     def _describe_break(
@@ -308,15 +310,17 @@ class History:
             )
         return min(room, self.max_tokens, request.max_tokens or self.max_tokens)
 
-    def _facts_about_text(self, rendered: Sequence[int]) -> tuple[Reason, ...]:
-        if self.renderer.lacks_characters(rendered):
-            return (Reason.UNKNOWN_CHARACTERS,)
-        return ()
+    def _unknown(
+        self, rendered: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> tuple[Reason, ...]:
+        return self.renderer.unknown.find(rendered, messages, tools, self.turns)
 
     def _facts_about(
         self, completion: Completion, versions: tuple[int, int] | None
     ) -> tuple[Reason, ...]:
         facts = []
+        if self.renderer.unknown.has_sampled(completion.token_ids.tolist()):
+            facts.append(Reason.UNKNOWN_TOKENS)
         if not _has_values(completion):
             facts.append(Reason.NO_VALUES)
         if self.expects_routes and completion.routing is None:

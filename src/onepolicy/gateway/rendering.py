@@ -8,7 +8,6 @@ into plain characters: no text can end a turn or open another.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,8 +32,8 @@ from onepolicy.envs.multiturn.dialogue import (
 )
 from onepolicy.envs.multiturn.tokenization import encode_text
 from onepolicy.gateway.messages import Call, Message, RequestError, Tool
+from onepolicy.gateway.unknown import UnknownText, without_surrogates
 
-LOG = logging.getLogger(__name__)
 THOUGHT_START = "<think>"
 TURN_PLACEHOLDER = "textofturn"
 EXAMPLE_TOOL: Tool = {
@@ -100,11 +99,11 @@ class Placeholders:
         numbers = [int(part) for part in parts[1::2]]
         if not self.required <= set(numbers):
             raise RequestError("the model's chat template leaves out one of these messages")
-        ids = encode_text(tokenizer, _without_surrogates(parts[0]))
+        ids = encode_text(tokenizer, without_surrogates(parts[0]))
         for number, after in zip(numbers, parts[2::2], strict=True):
-            text = _without_surrogates(self.texts[number])
+            text = without_surrogates(self.texts[number])
             ids += encode_text(tokenizer, text, untrusted=True)
-            ids += encode_text(tokenizer, _without_surrogates(after))
+            ids += encode_text(tokenizer, without_surrogates(after))
         return ids
 
 
@@ -119,6 +118,7 @@ class Renderer:
                 "by; give one by --template FILE, or use a model with one"
             )
         self.tokenizer = tokenizer
+        self.unknown = UnknownText(tokenizer)
         self.calls: CallFormat | None = None
         self.no_calls = ""  # why this template's calls cannot be read
         example = _template_turn("", [_example_call(CALL_ID, NAME_PLACEHOLDER)])
@@ -129,7 +129,6 @@ class Renderer:
             self.no_calls = str(error).removeprefix("task.tools: ")
         opening = render_chat(tokenizer, [EXAMPLE_QUESTION], prompt=True)
         self._starts_in_thought = opening.rstrip().endswith(THOUGHT_START)
-        self._told = False
         self._late_system = "system"
         if not self._writes_late_system():
             self._late_system = "user"
@@ -201,21 +200,6 @@ class Renderer:
         ]
         return Message("assistant", before, thought, tuple(calls))
 
-    def lacks_characters(self, ids: Sequence[int]) -> bool:
-        """Return whether the ids of messages have the unknown token. The first ones are told."""
-        unknown = self.tokenizer.unk_token_id
-        # Some tokenizers name the token that ends turns as their unknown one, and know every text.
-        if unknown is None or unknown == self.tokenizer.eos_token_id or unknown not in ids:
-            return False
-        if not self._told:
-            self._told = True
-            LOG.warning(
-                "a program sent characters that the tokenizer does not know; the policy reads %s "
-                "in their place",
-                self.tokenizer.unk_token,
-            )
-        return True
-
     def _placeholders(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Placeholders:
         texts = [json.dumps(list(tools))]
         for message in messages:
@@ -276,11 +260,6 @@ class Renderer:
             except UsageError:
                 texts.append("")
         return "latemessage" in texts[0] and texts[0] != texts[1]
-
-
-def _without_surrogates(text: str) -> str:
-    """Return the text without lone surrogates, which JSON allows and UTF-8 does not."""
-    return text.encode(errors="replace").decode()
 
 
 def _example_call(number: str, name: str) -> dict[str, Any]:

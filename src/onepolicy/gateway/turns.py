@@ -25,7 +25,8 @@ class Reason(StrEnum):
     RETRY_SIBLING = "retry sibling"  # another turn was sampled after the same tokens
     SAMPLING_OVERRIDDEN = "sampling overridden"  # the client asked for other settings, in vain
     LENGTH_CAPPED = "length capped"  # the client asked for more tokens than there may be
-    UNKNOWN_CHARACTERS = "unknown characters"  # its messages have some that the tokenizer lacks
+    UNKNOWN_CHARACTERS = "unknown characters"  # the tokenizer lacks some that the program sent
+    UNKNOWN_TOKENS = "unknown tokens of the policy"  # it lacks some of this turn or earlier ones
     NO_VALUES = "no values"  # its tokens have no log-probabilities: they are not trained on
     NO_ROUTES = "no routes"
     UNKNOWN_VERSION = "weights changed without version"

@@ -17,11 +17,12 @@ kernels that do not differ (exp, tanh, erf, division).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -33,6 +34,7 @@ from onepolicy.models.packed_attention import round_up
 TERMS = 128  # per chain; MKL begins a second chain after 192
 BLOCK = 64  # rows and columns of a call on other devices
 PAIRS = 256  # blocks multiplied in one call there
+KEPT = "_in_float32"  # attribute of weights that keep a float32 copy, which it holds
 
 
 def fixed_shapes(device: torch.device) -> bool:
@@ -155,19 +157,83 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def in_float32(weight: Tensor) -> Tensor:
     """Return a weight in float32, without a graph if there is none.
 
-    An engine on a CPU keeps the copy beside the weight until the weight changes: it reads all of
-    them for every token, and on many processors products in 16 bits take longer than in float32.
+    A weight of `keep_in_float32` has its copy made once.
     """
     if weight.dtype == torch.float32:
         return weight
-    samples = torch.is_inference_mode_enabled() and not weight.is_inference()
-    if not samples or fixed_shapes(weight.device):
+    if not torch.is_inference_mode_enabled() or not hasattr(weight, KEPT):
         return weight.float()
-    kept: tuple[int, Tensor] | None = getattr(weight, "_in_float32", None)
-    if kept is None or kept[0] != weight._version:
-        kept = weight._version, weight.float()
-        weight._in_float32 = kept  # type: ignore[attr-defined]
-    return kept[1]
+    kept: _Copy | _Part | None = getattr(weight, KEPT)
+    if isinstance(kept, _Part):
+        return in_float32(kept.whole)[kept.rows]
+    key = weight._version, weight.data_ptr()
+    if kept is None or kept.key != key:
+        kept = _Copy(key, weight.float())
+        setattr(weight, KEPT, kept)
+    return kept.values
+
+
+class _Copy(NamedTuple):
+    """A weight in float32. key: of the weight when it was made, which most writes change."""
+
+    key: tuple[int, int]
+    values: Tensor
+
+
+class _Part(NamedTuple):
+    """A weight whose copy is rows of another's."""
+
+    whole: Tensor
+    rows: slice
+
+
+@contextmanager
+def rewriting(model: nn.Module) -> Iterator[None]:
+    """Return a context in which the weights of a model are written in any way.
+
+    Copies of `keep_in_float32` are forgotten. torch counts most writes, but not one to a tensor
+    that shares the weight's memory, such as `weight.data`.
+    """
+    _forget_copies(model)
+    try:
+        yield
+    finally:
+        _forget_copies(model)
+
+
+def keep_in_float32(model: nn.Module) -> None:
+    """Let an engine's model on a CPU keep a float32 copy beside each weight of 16 bits it reads.
+
+    It reads all of them for every token, and on many processors products in 16 bits take longer
+    than in float32. Whoever writes its weights does so in `rewriting`. No other model, such as a
+    learner's, keeps any.
+    """
+    for weight in model.parameters():
+        _allow_copy(weight)
+
+
+def keep_parts_in_float32(whole: Tensor, parts: Iterable[Tensor]) -> None:
+    """Let weights that are a whole's rows, one after the other, share its copy."""
+    _allow_copy(whole)
+    start = 0
+    for part in parts:
+        if hasattr(whole, KEPT):
+            setattr(part, KEPT, _Part(whole, slice(start, start + len(part))))
+        start += len(part)
+
+
+def _allow_copy(weight: Tensor) -> None:
+    if not fixed_shapes(weight.device) and not weight.is_inference():
+        setattr(weight, KEPT, None)
+
+
+def _forget_copies(model: nn.Module) -> None:
+    for weight in model.parameters():
+        kept = getattr(weight, KEPT, None)
+        if isinstance(kept, _Part):
+            setattr(kept.whole, KEPT, None)
+        elif kept is not None:
+            setattr(weight, KEPT, None)
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:

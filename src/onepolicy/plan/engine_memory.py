@@ -18,6 +18,7 @@ from onepolicy.config import (
     RunConfig,
     VLLMEngineConfig,
 )
+from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.quant import Fp8, Fp8Weight
 from onepolicy.config.serve import ServeConfig
 from onepolicy.plan.dims import Dims
@@ -38,6 +39,7 @@ class EngineWeights:
     routed: float  # of these in routed experts
     embedding: float  # of these in the input embedding, of which a token reads one row
     converted: float = 0.0  # parameters that are converted to floats at every use
+    copied: float = 0.0  # of these in weights that a float32 copy is read in place of
 
     def bytes_read(self, touched: float, *, converts: bool) -> float:
         """Return the bytes that one forward reads. touched: share of the routed experts it uses.
@@ -46,7 +48,7 @@ class EngineWeights:
         """
         if converts and self.converted:
             return self.total - self.embedding + 2 * FLOAT32 * self.converted
-        return self.total - self.embedding - self.routed * (1 - touched)
+        return self.total - self.embedding - self.copied - self.routed * (1 - touched)
 
 
 def engine_weights(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -> EngineWeights:
@@ -57,8 +59,13 @@ def engine_weights(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -
     if isinstance(engine, HFEngineConfig) and engine.lm_head == "float32":
         head_copy = FLOAT32 * dims.head_size
     if quant is None:
-        total = dims.total * itemsize + head_copy
-        return EngineWeights(total, dims.routed * itemsize, dims.embedding * itemsize)
+        total: float = dims.total * itemsize + head_copy
+        embedding: float = dims.embedding * itemsize
+        if config.numerics != ON_POLICY or engine.dtype == "float32":
+            return EngineWeights(total, dims.routed * itemsize, embedding)
+        copied = kept_in_float32(dims, lm_head=not head_copy)
+        total += FLOAT32 * copied
+        return EngineWeights(total, FLOAT32 * dims.routed, embedding, copied=itemsize * copied)
     experts_only = not isinstance(engine, HFEngineConfig) and hf_equivalent(quant)[1]
     parts = quantised_parts(hf_config, quant, engine.dtype, experts_only=experts_only)
     experts, expert_parameters = parts.pop("experts", (0.0, 0))
@@ -71,6 +78,19 @@ def engine_weights(dims: Dims, config: RunConfig, hf_config: PreTrainedConfig) -
         embedding = parts["embeddings"][0]
     routed = experts * dims.routed / max(1, expert_parameters)
     return EngineWeights(total, routed, embedding, converted)
+
+
+def kept_in_float32(dims: Dims, *, lm_head: bool) -> float:
+    """Return the parameters that an engine with on-policy numerics on a CPU keeps in float32 too.
+
+    These are all that multiply (invariant/ops.py), of two dimensions or more. Routers count too,
+    also in families that convert their weight themselves. lm_head: the output layer is one of them,
+    and not kept in float32 by itself.
+    """
+    matrices = sum(rows * width for rows, width in dims.shapes if width > 1) - dims.embedding
+    if lm_head:
+        return matrices
+    return matrices - dims.head_size
 
 
 def quantised_parts(

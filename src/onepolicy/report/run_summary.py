@@ -430,7 +430,7 @@ def _remarks(summary: Tree) -> Iterator[str]:
     if missing is not None and missing["attempts"]:
         yield (
             f"Attempts with a token without support: {missing['attempts']:.0f}; "
-            f"{counted(int(missing['dropped']), 'episode')} dropped, for this or another reason."
+            f"{counted(int(missing['dropped']), 'episode')} dropped for it."
         )
     if silent:
         yield (

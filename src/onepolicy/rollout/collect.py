@@ -22,11 +22,12 @@ from onepolicy.interfaces import (
     RolloutEngine,
 )
 from onepolicy.replay.checks import RouteSpec, check_completion, fill_missing_routes
-from onepolicy.support.checks import check_supports
+from onepolicy.support.checks import MissingSupportError, check_supports
 from onepolicy.support.trace import SupportTrace
 from onepolicy.types import MAX_LOGP, Completion, Group, Sample, Sampling
 
 T = TypeVar("T")
+SUPPORT_COUNTS = ("rollout/missing_supports", "rollout/dropped_without_support")
 
 
 def request_seed(
@@ -152,6 +153,12 @@ class _GroupPlayer:
     counts: Counter[str] = field(default_factory=Counter)
     last_failure: str = ""
 
+    def __post_init__(self) -> None:
+        self._failures: tuple[type[Exception], ...] = (EpisodeError,)
+        if self.sampling.support and self.config.sampling.missing_support == "drop":
+            self._failures = EpisodeError, MissingSupportError
+            self.counts.update(dict.fromkeys(SUPPORT_COUNTS, 0))  # logged also if nothing lacks
+
     async def play_groups(self, problems: Sequence[Problem]) -> list[Group]:
         """Play group_size episodes of every problem at once. Return the groups that survive."""
         size = self.config.group_size
@@ -173,14 +180,19 @@ class _GroupPlayer:
         """Return the samples of one episode, none if all its attempts failed."""
         name = f"problem {problem.id}, sample {member}"
         samples: tuple[Sample, ...] | None = None
+        missing = 0  # attempts that lacked a support
         for attempt in range(1 + self.config.episode_retries):
             try:
                 samples = await self._attempt_episode(problem, member, attempt, name)
                 break
-            except EpisodeError as error:
+            except self._failures as error:
                 self.counts["rollout/episodes_failed"] += 1
+                missing += isinstance(error, MissingSupportError)
                 self.last_failure = f"{name}: {error}"
         self.advance()
+        if missing:
+            self.counts["rollout/missing_supports"] += missing
+            self.counts["rollout/dropped_without_support"] += samples is None
         if samples is None:
             self.counts["rollout/episodes_dropped"] += 1
             return ()
@@ -218,8 +230,10 @@ async def collect_rollouts(
 ) -> tuple[list[Group], dict[str, float]]:
     """Return the groups of step `step` in problem order, and the metrics of its episodes.
 
-    An episode that fails (EpisodeError) is played again with other seeds, config.episode_retries
-    times, then dropped. A group with fewer than config.min_group_size episodes is dropped whole.
+    An episode that fails (EpisodeError; with missing_support = "drop" also one with a token without
+    its support) is played again with other seeds, config.episode_retries times, then dropped. A
+    support that is there but wrong always stops the run: the engine's next ones would be no
+    better. A group with fewer than config.min_group_size episodes is dropped whole.
     Dynamic sampling (DAPO section 3.2): groups that `accept` refuses are replaced by further
     problems, up to `rounds` more times. Step s owns the problems from
     s * prompts_per_step * (1 + rounds) on, so a resumed run draws the same. A step may have fewer

@@ -145,8 +145,11 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
 
 
 def _dropped(train: list[Row]) -> Row:
-    """Return the episodes whose engine returned no support: attempts, and those given up."""
-    counts = {"attempts": "rollout/missing_supports", "dropped": "rollout/episodes_dropped"}
+    """Return the attempts in which the engine returned no support, and the episodes that it cost.
+
+    Episodes that tools or environments alone ended are not among them.
+    """
+    counts = {"attempts": "rollout/missing_supports", "dropped": "rollout/dropped_without_support"}
     return {name: sum(row.get(each) or 0 for row in train) for name, each in counts.items()}
 
 

@@ -1,8 +1,10 @@
 """Updates of batches that nothing scored before: `scoring_of` chooses.
 
 `BypassScoring` leaves the forward out because the correction does not ask for the old policy,
-`EqualScoring` because the rollout was the old policy to the bit. Their scores in the update are
-checked before its first optimiser step.
+`EqualScoring` because the rollout was the old policy to the bit. Nobody has compared such a batch
+with the trainer, so the update does. `EqualScoring` compares all of it before the first optimiser
+step. `BypassScoring` compares each minibatch before its own step: values of the first alone,
+because later ones have other weights, and routes of all.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from onepolicy.config import RunConfig
+from onepolicy.config import RolloutReplay, RunConfig
 from onepolicy.train import pack
 from onepolicy.train.scorer import PolicyScorer, ScoreBuffer
 from onepolicy.train.scoring import ScoringFirst
@@ -30,26 +32,38 @@ class BypassScoring(ScoringFirst):
 
     def __init__(self, scorer: PolicyScorer) -> None:
         super().__init__(scorer)
-        self._buffer: ScoreBuffer | None = None  # while the first minibatch is trained on
-        self._samples: list[int] = []  # of the first minibatch, in the batch of the buffer
+        self._buffer: ScoreBuffer | None = None  # while a minibatch is compared
+        self._samples: list[int] = []  # of that minibatch, in the batch of the buffer
+        self._replays_rollout = isinstance(scorer.config.replay, RolloutReplay)
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         return batch
 
     @contextmanager
-    def minibatch(self, batch: TokenBatch, measured: Measured, *, first: bool) -> Iterator[None]:
-        """Keep the scores of a step's first minibatch. The later ones have other weights."""
-        if not first:
+    def minibatch(self, batch: TokenBatch, measured: Measured, *, index: int) -> Iterator[None]:
+        """Keep the scores of a step's first minibatch, and compare the routes of every one."""
+        if not self._compares(index):
             yield
             return
         self._buffer = buffer = self._new_buffer(batch)
         yield
         self._score_the_rest(buffer)
         self._buffer = None
-        scored = self.scorer.check_scored(self.scorer.fill_batch(buffer))
+        scored = self.scorer.fill_batch(buffer)
+        if index:  # its values are of no policy that anything samples with
+            self.scorer.check_routes(scored, moved=index)
+            return
+        scored = self.scorer.check_scored(scored)
         if self.require is not None:
             self.require(scored)
         measured.scored = scored
+
+    def _compares(self, index: int) -> bool:
+        """Return whether the forwards of the step's minibatch `index` are compared.
+
+        Routes that are replayed must be those of its tokens. Others do not act in the update.
+        """
+        return index == 0 or self._replays_rollout
 
     def _new_buffer(self, minibatch: TokenBatch) -> ScoreBuffer:
         self._samples = list(range(minibatch.num_samples))
@@ -96,6 +110,9 @@ class EqualScoring(BypassScoring):
 
     def begin(self, batch: TokenBatch) -> None:
         self._batch = batch
+
+    def _compares(self, index: int) -> bool:
+        return index == 0  # with the whole step
 
     def _new_buffer(self, minibatch: TokenBatch) -> ScoreBuffer:
         count = self.scorer.config.objective.num_minibatches

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-
 from torch import Tensor
 
 from onepolicy.config import RolloutReplay, TrainingError
@@ -14,9 +11,8 @@ from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.replay.windows import check_captured, check_samples
 from onepolicy.support.checks import check_certain, check_supports
 from onepolicy.support.trace import SupportTrace
+from onepolicy.train.route_words import misaligned_hint, warn_of_collapse
 from onepolicy.types import TokenBatch
-
-LOG = logging.getLogger(__name__)
 
 
 def check_batch(batch: TokenBatch, vocab: int, *, narrows: bool = False) -> None:
@@ -63,14 +59,20 @@ def _check_slots(
 
 
 def check_routes(
-    scored: TokenBatch, replay: ReplayConfig, version: int, *, pressed: bool = False
+    scored: TokenBatch,
+    replay: ReplayConfig,
+    version: int,
+    *,
+    pressed: bool = False,
+    moved: int = 0,
 ) -> TokenBatch:
     """Check that the batch's routes are those of its tokens and weights.
 
     Return it with `routers_differing`. Routes that are only measured are checked too. Each router
     that has collapsed gives one warning. version: of the weights that scored the batch. pressed:
     rollout.pressure makes the engine choose otherwise, so routes that are only measured are not
-    refused. Raises RoutingError; if older weights sampled the batch, the error gives their age.
+    refused. moved: optimiser steps that the weights have made since `version`. Raises RoutingError;
+    if older weights sampled the batch, the error gives their age.
     """
     native = scored.routing_native
     if scored.routing is None or native is None:
@@ -91,29 +93,8 @@ def check_routes(
                 scored.routing, native, scored.cu_seqlens, least=least, differing=differing
             )
     except MisalignedRoutesError as error:
-        hint = _misaligned_hint(age, least)
+        hint = misaligned_hint(age, least, moved)
         raise MisalignedRoutesError(f"{error}. {hint}", layers_wrong=error.layers_wrong) from error
     for layer, experts in collapsed.items():
-        _warn_of_collapse(layer, tuple(sorted(experts)))
+        warn_of_collapse(layer, tuple(sorted(experts)))
     return scored.replace(routers_differing=differing)
-
-
-def _misaligned_hint(age: int, least: float) -> str:
-    if age <= 0:
-        return f"The least agreement is replay.min_agreement = {least}"
-    return (
-        f"Or they are too old: the oldest tokens were sampled {age} updates ago, and every update "
-        "changes the routers' choices; then lower rollout.max_staleness or optim.lr, or "
-        "replay.min_agreement"
-    )
-
-
-@functools.cache
-def _warn_of_collapse(layer: int, experts: tuple[int, ...]) -> None:
-    LOG.warning(
-        "layer %d: the router has collapsed: engine and trainer both send every token of a sample "
-        "to experts %s. These routes are right, but the policy may be damaged beyond repair. Lower "
-        "optim.lr or objective.entropy_coef and continue from an earlier checkpoint",
-        layer,
-        list(experts),
-    )

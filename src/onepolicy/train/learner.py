@@ -122,7 +122,7 @@ class LocalLearner:
         step. Returns the gradient norm.
         """
         batcher = self.scorer.batcher
-        with self.scoring.minibatch(batch, measured, first=index == 0):
+        with self.scoring.minibatch(batch, measured, index=index):
             for samples in batcher.updated(batch):
                 self._backward(batcher.micro_batch(batch, samples), samples, slots, measured)
         return self._optimizer_step(index)

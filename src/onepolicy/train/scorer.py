@@ -179,8 +179,15 @@ class PolicyScorer:
         Raises RoutingError or SupportError if routes or supports are not those of their tokens.
         """
         self.check_displaced(scored, scored.displaced)
+        return self.check_routes(scored)
+
+    def check_routes(self, scored: TokenBatch, *, moved: int = 0) -> TokenBatch:
+        """Fill `routers_differing`. Raises RoutingError if routes are not those of their tokens.
+
+        moved: optimiser steps between the weights of `version` and those that scored.
+        """
         pressed = self.config.rollout.pressure is not None
-        return check_routes(scored, self.config.replay, self.version, pressed=pressed)
+        return check_routes(scored, self.config.replay, self.version, pressed=pressed, moved=moved)
 
     def check_displaced(self, batch: TokenBatch, displaced: Tensor | None) -> None:
         """Raise SupportError if supports [T] are not of the trainer's likeliest tokens."""

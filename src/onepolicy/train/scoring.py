@@ -50,8 +50,8 @@ class ScoringFirst:
         """Begin the update of a step on this batch, whose advantages and weights are set."""
 
     @contextmanager
-    def minibatch(self, batch: TokenBatch, measured: Measured, *, first: bool) -> Iterator[None]:
-        """Return a context for the forwards of a minibatch. first: the first of its step."""
+    def minibatch(self, batch: TokenBatch, measured: Measured, *, index: int) -> Iterator[None]:
+        """Return a context for the forwards of a minibatch. index: its number in the step."""
         yield
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""benchmarks/program_curve.py plays what it says."""
+"""benchmarks/program_curve.py plays what it says; in its three runs the reward rises."""
 
 import program_curve
 import pytest
@@ -20,3 +20,12 @@ def test_a_run_gives_a_reward_a_step(tmp_path):
 def test_the_ends_of_a_row():
     row = {"seed": 1, "rewards": [0.0, 0.5, 0.5, 0.5, 1.0, 0.3, 0.6, 0.8, 0.8, 0.8, 1.0]}
     assert program_curve.ends_of(row) == pytest.approx((0.5, 0.8))
+
+
+def test_the_reward_rises_with_every_seed():
+    rows = program_curve.read_rows()
+    assert [row["seed"] for row in rows] == list(program_curve.SEEDS)
+    for row in rows:
+        first, last = program_curve.ends_of(row)
+        assert len(row["rewards"]) == 24
+        assert last > first

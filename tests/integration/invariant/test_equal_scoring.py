@@ -129,6 +129,36 @@ def test_one_bit_of_any_sample_stops_the_step_before_the_optimiser(
             learner.optimizer.zero_grad(set_to_none=True)
 
 
+def test_one_route_of_any_minibatch_stops_the_step_before_the_optimiser(recipe, subtests):
+    """The route of a token that is not the last one, in one layer, of one sample of each group."""
+    runner = runner_of(recipe, "objective.num_minibatches=2")
+    learner = runner.components.learner
+
+    class OneRoute(Hook):
+        group = 0
+
+        def after_rollout(self, groups, timer):
+            chosen = groups[self.group]
+            *others, sample = chosen.samples
+            slot, routing = int(sample.trainable.nonzero()[-1]), sample.routing
+            ids = routing.ids.clone()
+            unused = set(range(routing.num_experts)) - set(ids[slot, 0].tolist())
+            ids[slot, 0, 0] = min(unused)
+            moved = replace(sample, routing=replace(routing, ids=ids))
+            planted = replace(chosen, samples=[*others, moved])
+            return [*groups[: self.group], planted, *groups[self.group + 1 :]]
+
+    planted = OneRoute()
+    runner = StepRunner(runner.components, [planted, *runner.hooks])
+    for group in range(runner.components.config.rollout.prompts_per_step):
+        with subtests.test(group=group):
+            planted.group = group
+            with pytest.raises(TrainingError, match=r"log-probabilities differ|other experts"):
+                asyncio.run(runner.rl_step(0))
+            assert learner.updates == 0
+            learner.optimizer.zero_grad(set_to_none=True)
+
+
 def test_scores_of_a_batch_are_its_rollouts_until_the_update(recipe):
     """A loss that reads `logp_old` before the update reads the rollout's."""
     runner = runner_of(recipe)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from onepolicy.invariant import attention, experts, ops
 from onepolicy.models.load import cast_model
+from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.types import Sampling
 from support.engine_runs import run
 from support.invariant_models import batch_of, differing, engine_of, pair, trainer_of
@@ -40,6 +41,26 @@ def test_rollout_is_training(family, dtype):
     batch = batch_of(requests, run(engine, requests))
     assert differing(trained, routers, batch, shuffled(9, 4)) == (0, 0)
     assert differing(trained, routers, batch, [range(9)]) == (0, 0)
+
+
+def test_a_sync_that_torch_does_not_count_leaves_no_old_copy(monkeypatch):
+    """Writes through `.data` do not change a weight's version, by which old copies were told."""
+
+    def copy_weights(self, weights):
+        for name, tensor in weights:
+            self.model.get_parameter(name).data.copy_(tensor)
+        return []
+
+    engine, trained, routers = pair("qwen3_moe", "bfloat16")
+    requests = requests_of(4)
+    run(engine, requests)  # with prefills and decode steps, so that all copies are made
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.25)
+    monkeypatch.setattr(HFEngine, "_copy_weights", copy_weights)
+    asyncio.run(engine.load_weights(trained.named_parameters(), 1))
+    batch = batch_of(requests, run(engine, requests))
+    assert differing(trained, routers, batch, [range(4)]) == (0, 0)
 
 
 async def interrupted(engine, requests, aborted):

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from onepolicy.cli import main
 from onepolicy.config import HFEngineConfig, ModelConfig, UsageError, resolve
 from onepolicy.config.policy import PolicyConfig
+from onepolicy.invariant import ops
 from onepolicy.models import experts, layer_kinds
 from onepolicy.plan.dims import read_dims, read_hf_config
 from onepolicy.plan.engine_memory import embedded_cache_bytes, engine_weights
@@ -20,7 +21,7 @@ from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.tiny.model import make_model
 from onepolicy.train import dry_run, fake_kernels, memory, streamed_adamw
 from onepolicy.train.dry_run import DryRunModel, MicroBatchShape
-from onepolicy.train.memory import route_bytes
+from onepolicy.train.memory import FLOAT32, route_bytes
 from support.engine_runs import prompts, ragged, run
 from support.families import TABLE
 from support.invariant_models import engine_of as on_policy_engine
@@ -206,6 +207,38 @@ def test_the_kv_cache_takes_its_predicted_bytes(name):
     own = resolve(TREE, ["rollout.engine.max_num_seqs=3", "rollout.engine.max_len=40"])
     dims = dims_of(CONFIGS[name])
     assert embedded_cache_bytes(dims, own, parse_cluster("1xcpu")) == found
+
+
+def copies_of(weights):
+    """Return the float32 copies that weights keep. Those of one layer's projections are joined."""
+    holders = {}
+    for weight in weights:
+        weight = getattr(getattr(weight, ops.KEPT, None), "whole", weight)
+        holders[id(weight)] = getattr(weight, ops.KEPT, None)
+    return [kept.values for kept in holders.values() if kept is not None]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "qwen3_dense"])
+@pytest.mark.parametrize("lm_head", ["same", "float32"])
+def test_copies_in_float32_of_an_on_policy_engine_are_counted(name, lm_head):
+    """All that multiplies, beside the weights: 6 bytes a parameter in place of 2."""
+    engine = on_policy_engine(make(name, dtype=torch.bfloat16), max_len=40, lm_head=lm_head)
+    run(engine, ragged(prompts(2)))
+    weights = dict(engine.model.named_parameters())
+    kept = copies_of(weights.values())
+    if lm_head == "float32":
+        kept += engine._head._copies.values()
+    own = resolve(TREE, ["numerics=on-policy", "model.dtype=bfloat16", f"model.lm_head={lm_head}"])
+    planned = engine_weights(dims_of(CONFIGS[name]), own, CONFIGS[name])
+    held = sum(each.nbytes for each in (*weights.values(), *kept))
+    assert held > 2.5 * sum(each.nbytes for each in weights.values())
+    if name == "deepseek_v3":  # its router converts its weight itself, so no copy of that is kept
+        held += FLOAT32 * sum(w.numel() for n, w in weights.items() if n.endswith("gate.weight"))
+    assert planned.total == held
+    # a forward of all experts reads no rounded weight that has a copy
+    assert planned.bytes_read(1.0, converts=True) < planned.total
+    fast = engine_weights(dims_of(CONFIGS[name]), resolve(TREE, []), CONFIGS[name])
+    assert planned.bytes_read(1.0, converts=True) > 1.5 * fast.bytes_read(1.0, converts=True)
 
 
 @pytest.mark.parametrize("numerics", ["fast", "on-policy"])

@@ -31,8 +31,9 @@ from onepolicy.run.log import is_known
 from onepolicy.run.step import StepRunner
 from onepolicy.run.step_metrics import metrics_per_layer, mismatch_metrics
 from onepolicy.sync.push import push_weights
-from onepolicy.train.checks import _warn_of_collapse, check_routes
+from onepolicy.train.checks import check_routes
 from onepolicy.train.pack import pack
+from onepolicy.train.route_words import warn_of_collapse
 from onepolicy.types import Completion, RoutingTrace, Sampling, TokenBatch
 from support.learner_steps import batch_of, learner_of, one_step
 
@@ -307,7 +308,7 @@ def test_a_layer_with_constant_routes_is_not_captured(policy, mode: str) -> None
 def test_a_collapsed_router_is_distinguished_from_an_uncaptured_layer(policy, mode, caplog) -> None:
     parts = parts_of(policy, f"replay.mode={mode}")
     collapse(parts, layer=2)
-    _warn_of_collapse.cache_clear()
+    warn_of_collapse.cache_clear()
     assert parts.learner.version == 0
     result = step_with(parts, lambda completion: completion)
     assert parts.learner.version == 1

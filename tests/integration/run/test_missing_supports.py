@@ -70,7 +70,9 @@ def test_dropped_episodes_are_counted_and_the_rest_is_trained_on(run, monkeypatc
     assert counted["attempts"] == sum(row["rollout/missing_supports"] for row in found)
     assert counted["attempts"] == sum(row["rollout/episodes_failed"] for row in found)
     assert counted["attempts"] == len(seen) // 3
+    # no tool fails here, so every episode that was given up lacked a support
     assert counted["dropped"] == sum(row.get("rollout/episodes_dropped", 0) for row in found)
+    assert counted["dropped"] == sum(row["rollout/dropped_without_support"] for row in found)
 
 
 def test_a_clean_run_counts_none_and_is_the_run_without_the_setting(run, monkeypatch):

@@ -11,6 +11,7 @@ from onepolicy.correct.reweight import reweight
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import compute_advantages
 from onepolicy.replay.checks import RoutingError
+from onepolicy.train import pack
 from onepolicy.train.critic import explained_variance
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
@@ -310,3 +311,36 @@ def test_bypass_refuses_routes_of_other_tokens_before_the_update():
     with pytest.raises(RoutingError, match="agree in"):
         one_step(learner, batch_of())
     assert equal(before, weights_of(learner.model))
+
+
+@pytest.mark.parametrize("of_minibatch", [0, 1, 3])
+def test_bypass_refuses_wrong_routes_of_any_sample_before_its_own_minibatch(of_minibatch):
+    """The routers' own routes, but for one sample. Weights that have moved a little choose nearly
+    the same, so what they choose tells wrong routes in later minibatches too."""
+    settings = BYPASS, "replay.min_agreement=0.8", "objective.num_minibatches=4", "optim.lr=1e-5"
+    learner, batch = learner_of(*settings), batch_of()
+    right = learner.scorer.score(batch, replay=False).routing_native
+    _, metrics, _ = one_step(learner, batch.replace(routing=right))
+    assert learner.updates == 4
+    assert metrics["train/grad_norm"] > 0
+
+    samples = pack.minibatches(batch, 4)[of_minibatch]
+    longest = max(samples, key=lambda sample: len(batch.slots_of([sample])))
+    slots, ids = batch.slots_of([longest]), right.ids.clone()
+    ids[slots] = batch.routing.ids[slots]
+    wrong, learner = (
+        batch.replace(routing=dataclasses.replace(right, ids=ids)),
+        learner_of(*settings),
+    )
+    with pytest.raises(RoutingError, match="agree in") as refused:
+        one_step(learner, wrong)
+    assert learner.updates == of_minibatch
+    said = f"earlier minibatches of the step ({of_minibatch})"
+    assert (said in str(refused.value)) == (of_minibatch > 0)
+
+
+def test_minibatches_that_replay_nothing_of_the_engine_are_not_compared():
+    """Routes that are only measured may be others once the weights have moved."""
+    learner = learner_of(BYPASS, "replay.mode=off", "objective.num_minibatches=4")
+    one_step(learner, batch_of())
+    assert learner.updates == 4

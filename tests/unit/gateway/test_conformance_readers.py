@@ -2,11 +2,13 @@
 
 import copy
 import json
+import re
 
 import pytest
 
 from onepolicy.gateway.conformance.answers import Answer, Illegal, read_events
-from onepolicy.gateway.conformance.transcripts import READERS
+from onepolicy.gateway.conformance.transcripts import READERS, load_transcripts
+from support.paths import ROOT
 
 OTHERS = (None, 1, -1, True, "x", [], [1], [None], {}, {"x": 1})
 FUNCTION = {"name": "look", "arguments": "{}"}
@@ -163,3 +165,18 @@ def test_an_error_is_in_its_shape_or_illegal(path):
     READERS[path].check_error(error)
     outcomes = [outcome_of(lambda e=e: READERS[path].check_error(e) or "fits") for e in OTHERS]
     assert outcomes == [None] * len(OTHERS)
+
+
+def test_the_results_of_other_servers_are_of_the_transcripts_that_the_kit_sends():
+    """Each server's numbers add up, and the page names the most tokens that are asked for."""
+    page = (ROOT / "docs/gateway.md").read_text(encoding="utf-8")
+    told = " ".join(page.partition("The same command ")[2].partition("\n\n")[0].split())
+    vllm = re.search(r"(\d+) pass, (\d+) fail .*?(\d+) are left out", told)
+    litellm = re.search(r"before that server: (\d+), (\d+) and (\d+)", told)
+    transcripts = load_transcripts()
+    for found in (vllm, litellm):
+        assert sum(map(int, found.groups())) == len(transcripts)
+    bodies = [request.get("body", {}) for each in transcripts for request in each.requests]
+    limits = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    most = max(body.get(name, 0) for body in bodies for name in limits)
+    assert f"now for {most:,})" in told

@@ -3,10 +3,13 @@
 import asyncio
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from onepolicy.config import ReActTask, UsageError
 from onepolicy.envs import make_environment
@@ -16,7 +19,9 @@ from onepolicy.gateway.messages import Call, Message, Request, RequestError
 from onepolicy.gateway.rendering import Renderer
 from onepolicy.gateway.session import Limits
 from onepolicy.gateway.turns import Reason
+from onepolicy.gateway.unknown import UnknownText
 from onepolicy.rollout.collect import play_episode, request_seed
+from onepolicy.support.trace import SupportTrace
 from onepolicy.types import Sampling
 from support.examples import examples
 from support.gateway_app import session_on
@@ -153,6 +158,82 @@ def test_characters_that_the_tokenizer_lacks_are_marked_and_told_once(caplog):
     assert session.history.counts()["unknown characters"] == 2
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.endswith("does not know; the policy reads <unk> in their place")
+
+
+def test_what_the_policy_wrote_is_not_said_of_the_program(caplog):
+    """Its call escapes a letter, which the template writes plainly in a turn rendered anew."""
+    renderer = Renderer(TOKENIZER)
+    session = session_of(call("look", a="\u00fc"), "two", "three", "four", renderer=renderer)
+    first = ask(session, USER, tools=(TOOL,))
+    seen = reply(first, "seen")
+    second = ask(session, SYSTEM, USER, first.message, seen, tools=(TOOL,))
+    assert (reason_of(second), second.facts) == (
+        Reason.SYSTEM_CHANGED,
+        (Reason.UNKNOWN_TOKENS,),
+    )
+    assert TOKENIZER.unk_token_id in second.root.prompt
+    # as a client without calls sends it: the letter is still the policy's
+    told = Message("assistant", "called look with a=\u00fc")
+    assert ask(session, USER, told, seen, tools=(TOOL,)).facts == (Reason.UNKNOWN_TOKENS,)
+    other = Message("assistant", "called look with a=\u00e4")
+    assert ask(session, USER, other, seen, tools=(TOOL,)).facts == (Reason.UNKNOWN_CHARACTERS,)
+    mine, theirs = (record.getMessage() for record in caplog.records)
+    assert mine.startswith("the policy's own turns have tokens or characters")
+    assert theirs.startswith("a program sent characters")
+
+
+@pytest.mark.parametrize("token", [TOKENIZER.unk_token_id, len(TOKENIZER)])
+def test_a_token_without_a_text_is_the_policys(token):
+    """Embeddings have more rows than many a tokenizer has tokens."""
+
+    def sampled(number, completion):
+        ids = completion.token_ids.clone()
+        ids[0] = token
+        support = SupportTrace.from_sets([[each] for each in ids.tolist()])
+        return dataclasses.replace(completion, token_ids=ids, support=support)
+
+    session = session_of("xone", "xtwo", renderer=Renderer(TOKENIZER), after=sampled)
+    first = ask(session, USER)
+    assert (first.message.text, first.facts) == ("one", (Reason.UNKNOWN_TOKENS,))
+    second = ask(session, USER, first.message, AGAIN)
+    assert (second.parent, second.facts) == (first, (Reason.UNKNOWN_TOKENS,))
+    assert session.history.counts()["unknown tokens of the policy"] == 2
+    (sample,) = samples_of(session)
+    assert int(sample.tokens[first.start]) == token  # it is trained on as it was sampled
+
+
+def test_tools_of_a_program_and_words_of_the_template_are_told_apart(caplog):
+    plain, odd = Renderer(TOKENIZER), Renderer(tokenizer_of(HERMES.replace("<sys>", "\u00fc")))
+    tool = {"type": "function", "function": {"name": "look", "description": "\u00fc"}}
+    assert ask(session_of("one", renderer=plain), USER, tools=(tool,)).facts == (
+        Reason.UNKNOWN_CHARACTERS,
+    )
+    assert ask(session_of("one", renderer=odd), USER, tools=(TOOL,)).facts == ()
+    assert [each.getMessage().partition(" characters")[0] for each in caplog.records] == [
+        "a program sent",
+        "the model's chat template writes",
+    ]
+
+
+def test_a_word_that_the_tokenizer_lacks_is_its_senders():
+    """Every letter is known to a tokenizer of words, and yet not every word."""
+    words = ("<user>", "<bot>", "a", "ab", "b", "c")
+    vocabulary = {word: i for i, word in enumerate(("<pad>", "<eos>", "<unk>", *words))}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"eos_token": "<eos>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+    found = UnknownText(tokenizer)
+    sent = [Message("user", "a ab"), Message("assistant", "a ba"), Message("user", "c")]
+    rendered = tokenizer.encode("a ab a ba c")
+    assert found.find(rendered, sent, (), ()) == (Reason.UNKNOWN_CHARACTERS,)
+    turns = [SimpleNamespace(message=Message("assistant", "", "b ba"))]
+    assert found.find(rendered, sent, (), turns) == (Reason.UNKNOWN_TOKENS,)
+    sent[0] = Message("user", "ba")
+    assert found.find(rendered, sent, (), turns) == (
+        Reason.UNKNOWN_CHARACTERS,
+        Reason.UNKNOWN_TOKENS,
+    )
 
 
 def test_an_unknown_token_that_ends_turns_says_nothing():

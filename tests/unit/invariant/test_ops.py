@@ -1,5 +1,7 @@
 """On-policy numerics: each operator's definition, and one result a row in any batch."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -134,21 +136,56 @@ def test_elementwise_values_and_gradients_are_torchs(name):
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
+def bfloat16_layer():
+    layer = torch.nn.Linear(16, 32, bias=False).requires_grad_(False)
+    layer.weight.data = normal(32, 16).bfloat16()
+    return layer
+
+
 def test_an_engine_keeps_a_weight_in_float32_until_it_changes():
-    weight = torch.nn.Parameter(normal(32, 16).bfloat16(), requires_grad=False)
-    x = normal(16, 16, seed=1).bfloat16()
+    layer, x = bfloat16_layer(), normal(16, 16, seed=1).bfloat16()
+    weight = layer.weight
+    ops.keep_in_float32(layer)
     with torch.inference_mode():
         kept = ops.in_float32(weight)
         assert ops.in_float32(weight) is kept
         assert torch.equal(kept, weight.float())
     before = ops.linear(x, weight)
     with torch.no_grad():
-        assert ops.in_float32(weight) is not kept  # a learner keeps none
+        assert ops.in_float32(weight) is not kept  # with a graph none is kept
         weight.copy_(-weight)
     with torch.inference_mode():
         assert torch.equal(ops.in_float32(weight), weight.float())
         assert torch.equal(ops.linear(x, weight), -before)
     assert ops.in_float32(before.float()).dtype == torch.float32
+
+
+def test_a_model_that_is_not_an_engines_keeps_no_copy_in_any_mode():
+    """The optimiser writes rounded masters through `weight.data`, which torch does not count."""
+    weight = bfloat16_layer().weight
+    with torch.inference_mode():
+        assert ops.in_float32(weight) is not ops.in_float32(weight)
+    weight.data.copy_(-weight)
+    with torch.inference_mode():
+        assert torch.equal(ops.in_float32(weight), weight.float())
+
+
+@pytest.mark.parametrize("how", ["data.copy_", "data", "fails"])
+def test_weights_that_are_rewritten_in_any_way_have_no_old_copy(how):
+    layer = bfloat16_layer()
+    ops.keep_in_float32(layer)
+    with torch.inference_mode():
+        before = ops.in_float32(layer.weight)
+    with suppress(KeyError), ops.rewriting(layer):
+        if how == "data":
+            layer.weight.data = -layer.weight
+        else:
+            layer.weight.data.copy_(-layer.weight)
+        if how == "fails":
+            raise KeyError
+    with torch.inference_mode():
+        assert torch.equal(ops.in_float32(layer.weight), -before)
+        assert ops.in_float32(layer.weight) is ops.in_float32(layer.weight)
 
 
 def test_gradients_of_linear_are_torchs():

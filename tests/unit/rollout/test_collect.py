@@ -14,6 +14,8 @@ from onepolicy.interfaces import EpisodeError, Problem
 from onepolicy.objective.advantages import apply_group_baseline, compute_outcomes
 from onepolicy.rollout.collect import collect_rollouts, request_seed
 from onepolicy.run.evaluate import evaluate
+from onepolicy.support.checks import MissingSupportError, SupportError
+from onepolicy.support.trace import SupportTrace
 from onepolicy.train.pack import pack
 from onepolicy.types import Completion, Group, Sampling
 from support.objective_batches import group
@@ -50,11 +52,12 @@ class Failing:
         return group([float(problem.id)]).samples
 
 
-def collect(engine, environment, **settings):
+PLAIN = Sampling(1.0, 8)
+
+
+def collect(engine, environment, *, asks=PLAIN, **settings):
     config = RolloutConfig(**{"prompts_per_step": 2, "group_size": 4} | settings)
-    return asyncio.run(
-        collect_rollouts(engine, environment, config, Sampling(1.0, 8), step=3, seed=5)
-    )
+    return asyncio.run(collect_rollouts(engine, environment, config, asks, step=3, seed=5))
 
 
 def run(failures, **settings):
@@ -98,6 +101,100 @@ def test_no_groups_left_stops_the_run_with_the_reason():
     everything = {i: set(range(99)) for i in range(9)}
     with pytest.raises(TrainingError, match=r"step 4: .* 2 episodes .* 16 attempts .*died"):
         run(everything)
+
+
+class Unsupported(Engine):
+    """An engine whose answers to some seeds lack their support, and to others have a wrong one."""
+
+    def __init__(self, lacking=(), wrong=()):
+        super().__init__()
+        self.lacking, self.wrong = set(lacking), set(wrong)
+
+    async def generate(self, tokens, sampling, *, seed):
+        done = await super().generate(tokens, sampling, seed=seed)
+        kept = [1]
+        if seed in self.lacking:
+            kept = []
+        elif seed in self.wrong:
+            kept = [2, 3]
+        return dataclasses.replace(done, support=SupportTrace.from_sets([kept]))
+
+
+def seed_of(problem, member, attempt=0):
+    return request_seed(5, problem, 3, member, attempt=attempt)
+
+
+CUT = Sampling(1.0, 8, top_p=0.9, support=True)
+DROP = {"sampling": {"top_p": 0.9, "missing_support": "drop"}}
+
+
+def test_an_episode_that_a_tool_ends_is_not_counted_as_one_without_a_support():
+    """Of problem 6 episode 0 lacks a support once and is played again, 1 lacks one twice, 2 lacks
+    one and then its tool dies; of problem 7 the tools of episodes 1 and 3 die."""
+    lacking = [seed_of(6, 0), seed_of(6, 1), seed_of(6, 1, 1), seed_of(6, 2)]
+    dying = {(6, 2, 1), *((7, member, attempt) for member in (1, 3) for attempt in (0, 1))}
+    engine = Unsupported(lacking)
+
+    class Dying(Failing):
+        async def episode(self, problem, sample, temperature):
+            done = await super().episode(problem, sample, temperature)
+            if engine.seeds[-1] in {seed_of(*each) for each in dying}:
+                raise EpisodeError("tool died")
+            return done
+
+    groups, metrics = collect(engine, Dying({}), asks=CUT, **DROP)
+    assert [len(g.samples) for g in groups] == [2, 2]
+    assert metrics == {
+        "rollout/episodes_failed": 9,
+        "rollout/episodes_dropped": 4,
+        "rollout/missing_supports": 4,
+        "rollout/dropped_without_support": 2,
+    }
+
+
+def test_without_a_fault_the_counts_of_supports_are_there_only_where_they_are_asked_for():
+    _, metrics = collect(Unsupported(), Failing({}), asks=CUT, **DROP)
+    assert metrics == {"rollout/missing_supports": 0, "rollout/dropped_without_support": 0}
+    _, metrics = collect(Engine(), Failing({}), **DROP)  # these requests ask for none
+    assert metrics == {}
+
+
+def test_a_missing_support_ends_a_run_that_does_not_drop_and_a_wrong_one_every_run():
+    with pytest.raises(MissingSupportError):
+        collect(Unsupported([seed_of(6, 0)]), Failing({}), asks=CUT)
+    with pytest.raises(SupportError, match="not in their own support"):
+        collect(Unsupported(wrong=[seed_of(6, 0)]), Failing({}), asks=CUT, **DROP)
+
+
+def test_an_evaluation_beside_the_rollouts_takes_none_of_their_counts():
+    """With rollout.max_staleness the next step's episodes are played while one is evaluated."""
+
+    class Slow(Unsupported):
+        async def generate(self, tokens, sampling, *, seed):
+            done = await super().generate(tokens, sampling, seed=seed)
+            if sampling.support and len(self.seeds) > 4:
+                await evaluation_over.wait()
+            return done
+
+    async def both():
+        rollouts = asyncio.ensure_future(
+            collect_rollouts(engine, environment, config, CUT, step=3, seed=5)
+        )
+        while len(engine.seeds) < 8:
+            await asyncio.sleep(0)
+        scores = await evaluate(
+            Engine(), environment, EvalConfig(problems=2, k=0), stop=(), max_tokens=1
+        )
+        evaluation_over.set()
+        return scores, (await rollouts)[1]
+
+    evaluation_over = asyncio.Event()
+    engine, environment = Slow([seed_of(6, 0), seed_of(6, 1), seed_of(7, 3)]), Failing({})
+    environment.held_out = lambda count: [environment.train_problem(i) for i in range(count)]
+    config = RolloutConfig(prompts_per_step=2, group_size=4, **DROP)
+    scores, metrics = asyncio.run(both())
+    assert metrics["rollout/missing_supports"] == 3
+    assert not any("support" in name for name in scores)
 
 
 def forked(rewards: list[float], episodes: list[int]) -> Group:

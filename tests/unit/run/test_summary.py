@@ -81,6 +81,16 @@ def test_skipped_updates_are_reported_at_the_end(tmp_path):
     assert "Updates skipped: 3, their gradients were not finite" in told(2.0, 0.0, 1.0)
 
 
+def test_episodes_that_tools_ended_are_not_among_those_without_a_support(tmp_path):
+    drop = {"sampling": {"top_p": 0.9, "missing_support": "drop"}}
+    config = resolve(SECTIONS | {"rollout": drop})
+    rows = rows_with("rollout/episodes_dropped", 3, 1, 0, 2)
+    for row, missing, dropped in zip(rows, (2, 0, 1, 1), (1, 0, 0, 1), strict=True):
+        row |= {"rollout/missing_supports": missing, "rollout/dropped_without_support": dropped}
+    found = summarise(config, rows, tmp_path, None)["missing_supports"]
+    assert found == {"attempts": 4, "dropped": 2}
+
+
 def test_numbers_that_no_float_can_hold_are_none(tmp_path):
     """JSON has no infinity: a damaged row of 1e308 must not leave one in summary.json."""
     rows = [{"step": step, "train/reward": 1.7e308, "mismatch/k3": 5e-324} for step in range(1, 5)]

@@ -122,7 +122,8 @@ class HFEngine:
         if return_routes:
             routers = bind_routers(model)
         self.batch = make_batch(model, config, max_len, routers, combine_weights=combine_weights)
-        choose_layers(model, self.batch, numerics, plain=quant is None and lora is None)
+        plain = quant is None and lora is None
+        self._rewriting = choose_layers(model, self.batch, numerics, plain=plain)
         self.fingerprint = compute_fingerprint(device, numerics)
         sizes: WeightSizes | None = None
         if self.quantised is not None:
@@ -185,7 +186,7 @@ class HFEngine:
             aborted = self.batch.abort_running(self.version)
         self._runner.abort_requests(aborted)
         self.version = -1  # until the last tensor is loaded
-        with torch.no_grad(), self._in_update():
+        with torch.no_grad(), self._in_update(), self._rewriting():
             missing = self._copy_weights(weights)
             if self._pressure is not None:
                 self._pressure.refresh(version)
@@ -233,7 +234,7 @@ class HFEngine:
             aborted = self.batch.abort_running(self.version)
         self._runner.abort_requests(aborted)
         self.version = -1
-        with self._in_update():
+        with self._in_update(), self._rewriting():
             self._held.load(adapter.factors())
             if self._pressure is not None:
                 self._pressure.refresh(version)

@@ -46,13 +46,13 @@ class PlainLayer:
         self._own, self._rotation, self._attention = layer.forward, rotation, attention
         self.head_dim: int = attention.head_dim
         self._index: int = attention.layer_idx
-        self._projections: list[Any] = [getattr(attention, name) for name in PROJECTIONS]
-        self._widths = [len(projection.weight) for projection in self._projections]
+        self.projections: list[Any] = [getattr(attention, name) for name in PROJECTIONS]
+        self._widths = [len(projection.weight) for projection in self.projections]
         self._heads, self._groups = (width // self.head_dim for width in self._widths[:2])
-        self.weight = torch.cat([projection.weight for projection in self._projections])
+        self.weight = torch.cat([projection.weight for projection in self.projections])
         self._bias: Tensor | None = None
-        if self._projections[0].bias is not None:
-            self._bias = torch.cat([projection.bias for projection in self._projections])
+        if self.projections[0].bias is not None:
+            self._bias = torch.cat([projection.bias for projection in self.projections])
         self._out: Any = attention.o_proj
         self._before, self._after = (
             layer.get_submodule(n) for n in ("input_layernorm", "post_attention_layernorm")
@@ -74,7 +74,7 @@ class PlainLayer:
         if self._bias is not None:
             bias = self._bias.split(self._widths)
         for i, weight in enumerate(self.weight.split(self._widths)):
-            projection = self._projections[i]
+            projection = self.projections[i]
             projection.weight = nn.Parameter(weight, requires_grad=False)
             if bias is not None:
                 projection.bias = nn.Parameter(bias[i], requires_grad=False)

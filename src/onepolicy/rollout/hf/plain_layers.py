@@ -45,6 +45,9 @@ def use_plain_layers(model: PreTrainedModel, cache: KVCache) -> None:
         plain = PlainLayer(layer, rotation, operators)
         if computes_these_bits(plain, layer, cache):
             plain.share_weights()
+            if operators is ON_POLICY:
+                parts = [projection.weight for projection in plain.projections]
+                ops.keep_parts_in_float32(plain.weight, parts)
             layer.__dict__["forward"] = plain
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from onepolicy.config import HFEngineConfig, RoutingPressure, UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.config.numerics import Numerics
+from onepolicy.invariant import ops
 from onepolicy.invariant.enable import enable_invariant
 from onepolicy.invariant.switch import TILE
 from onepolicy.models import fp32_head
@@ -185,12 +186,19 @@ def _enable_on_policy_numerics(model: PreTrainedModel, batch: InterruptibleBatch
 
 def choose_layers(
     model: PreTrainedModel, batch: InterruptibleBatch, numerics: Numerics, *, plain: bool
-) -> None:
-    """Select on-policy numerics, and functions for layers that may be plain."""
+) -> Callable[[], AbstractContextManager[None]]:
+    """Select on-policy numerics, and functions for layers that may be plain.
+
+    Return a function that gives a context in which the model's weights may be written.
+    """
+    rewriting: Callable[[], AbstractContextManager[None]] = nullcontext
     if numerics == "on-policy":
         _enable_on_policy_numerics(model, batch)
+        ops.keep_in_float32(model)
+        rewriting = partial(ops.rewriting, model)
     if plain:
         _decode_by_functions(model, batch)
+    return rewriting
 
 
 def _decode_by_functions(model: PreTrainedModel, batch: InterruptibleBatch) -> None:
