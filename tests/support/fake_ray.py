@@ -59,13 +59,21 @@ class Engine:
 
 
 class Reference:
-    """A value in the object store."""
+    """A value in the object store. lost: times that it does not arrive. stuck: it is on its way
+    until `arrive`."""
 
-    def __init__(self, value):
-        self.value = value
+    def __init__(self, value, lost=0, stuck=False):
+        self.value, self.lost, self.fetched = value, lost, 0
+        self.arrive = asyncio.Event()
+        if not stuck:
+            self.arrive.set()
 
     def __await__(self):
-        yield from ()
+        self.fetched += 1
+        yield from self.arrive.wait().__await__()
+        if self.lost:
+            self.lost -= 1
+            raise ObjectLostError("ref", None, "")
         return self.value
 
 
@@ -84,12 +92,16 @@ class Actor:
     calls that were not answered, in their order, but for pings.
 
     chance: a random.Random; now and then an answer is lost on its way. unreachable: pings find no
-    process, though there is one.
+    process, though there is one, and `miss` says so. death: the error of a process without another.
     """
+
+    death = ActorDiedError()
+    miss = ActorUnavailableError("it cannot be reached", None)
 
     def __init__(self, restarts=1, chance=None):
         self.chance = chance
         self.restarts, self.calls, self.pending, self.hung = restarts, [], {}, False
+        self.pauses = []  # that pings asked for
         self.unreachable = False
         self.process = replica_actor.ReplicaProcess()
 
@@ -99,14 +111,16 @@ class Actor:
 
     def call(self, method, args):
         self.calls.append(method)
+        if method == "ping":
+            self.pauses += args
         reply = Reply(self)
         answer = reply.answer
         self.pending[answer] = method, args, None
         answer.add_done_callback(self.forget)
         if self.restarts < 0:
-            answer.set_exception(ActorDiedError())
+            answer.set_exception(self.death)
         elif self.unreachable and method == "ping":
-            answer.set_exception(ActorUnavailableError("it cannot be reached", None))
+            answer.set_exception(self.miss)
         elif self.process is not None:
             self.start(answer)
         return reply
@@ -154,7 +168,7 @@ class Actor:
             if task is not None:
                 task.cancel()
             if self.restarts < 0 and not answer.done():
-                answer.set_exception(ActorDiedError())
+                answer.set_exception(self.death)
             elif method == "ping" and task is not None and not answer.done():
                 answer.set_exception(ActorUnavailableError("its process died", None))
         if self.restarts >= 0:

@@ -20,8 +20,10 @@ from typing import Any
 import ray
 from ray.exceptions import (
     ActorDiedError,
+    ActorUnschedulableError,
     NodeDiedError,
     ObjectLostError,
+    OutOfMemoryError,
     RayActorError,
     RayTaskError,
 )
@@ -35,8 +37,12 @@ from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.types import Completion, Sampling
 
 LOG = logging.getLogger(__name__)
-PROCESS_LOST = (RayActorError, ObjectLostError, NodeDiedError)
+GONE_FOR_GOOD = (ActorDiedError, ActorUnschedulableError, OutOfMemoryError)
+"""Errors of a call to a process that Ray restarts no more. A ping gets them too early, though."""
+PROCESS_LOST = (RayActorError, ObjectLostError, NodeDiedError, *GONE_FOR_GOOD[1:])
 """Errors of a call to a process that is gone."""
+TRANSFERS = 3
+"""Times that a process asks Ray for weights that were lost on their way."""
 PING_S = 1.0
 """Seconds from one sign of life to the next."""
 LAST_PING_S = 10.0
@@ -63,6 +69,8 @@ class ActorEngine:
         self._moments = itertools.count()
         self._given_up: list[Any] = []  # replies to cancelled requests, which may still run
         self._waiting = self._loading = 0  # calls
+        self._load_began = 0.0
+        self._lost_transfers = 0  # one after another
         self._watcher: asyncio.Task[None] | None = None
         self._gone_since: float | None = None
         self._former: set[str] = set()  # processes that are gone
@@ -115,7 +123,7 @@ class ActorEngine:
             self._state, update=update, version=version, weights=tuple(weights)
         )
         self.version = -1
-        self._loading += 1
+        self._loading, self._load_began = self._loading + 1, time.monotonic()
         self._end_watch()  # the next one knows that it loads
         try:
             _, self.version, process = await self._call(self._actor.load)
@@ -157,12 +165,19 @@ class ActorEngine:
                 self._gone_since = time.monotonic()
             self._watcher = asyncio.create_task(self._watch())
         try:
-            return await reply
-        except ActorDiedError as error:
+            answer = await reply
+        except GONE_FOR_GOOD as error:
             self._state = dataclasses.replace(self._state, weights=())  # nobody reads them again
             raise EngineLost(f"{self.name} {self._why_lost}") from error
         except RayTaskError as error:
+            if isinstance(error.cause, ObjectLostError):
+                self._lost_transfers += 1
+                if self._lost_transfers < TRANSFERS:
+                    raise error.cause from None
             raise remote_error(self.name, error) from None
+        else:
+            self._lost_transfers = 0
+            return answer
         finally:
             self._waiting -= 1
             if not self._waiting:
@@ -182,26 +197,34 @@ class ActorEngine:
                 limit = LAST_PING_S
             try:
                 process, is_ready = await self._ping(limit)
-            except ActorDiedError:
-                return  # for good, as whoever waits is told too
             except TimeoutError:
-                if self._gone_since is not None:
+                if self._gone_since is None:
+                    self._restart("no answer")
+                elif left <= 0:
                     break
-                self._miss("no answer")
-                self._former.add(self._process)
-                ray.kill(self._actor, no_restart=False)
-            except PROCESS_LOST as error:
+            except PROCESS_LOST as error:  # whoever waits is told if it is for good
                 self._miss(type(error).__name__)
                 await asyncio.sleep(PING_S)
             else:
-                if is_ready:
-                    self._note(process)
-                else:
+                if not is_ready:
                     self._miss("another process")
                     await asyncio.sleep(PING_S)
+                elif self._loading and self._load_seconds_left() <= 0:
+                    self._restart("its weights do not arrive")
+                else:
+                    self._note(process)
         most = f"{self._config.restart_timeout:g} s (cluster.restart_timeout)"
         self._why_lost = f"did not come back within {most}"
         ray.kill(self._actor)
+
+    def _restart(self, reason: str) -> None:
+        self._miss(reason)
+        self._former.add(self._process)
+        self._load_began = time.monotonic()
+        ray.kill(self._actor, no_restart=False)
+
+    def _load_seconds_left(self) -> float:
+        return self._load_began + self._config.restart_timeout - time.monotonic()
 
     def _seconds_left(self) -> float:
         """Return how long the process may be silent."""
@@ -213,7 +236,10 @@ class ActorEngine:
 
     async def _ping(self, limit: float) -> tuple[str, bool]:
         ping = self._actor.ping.options(max_task_retries=0)
-        reply = ping.remote(min(PING_S, self._config.reply_timeout / 2))
+        pause = min(PING_S, self._config.reply_timeout / 2)
+        if self._gone_since is not None:  # each second of its limit counts
+            pause = 0.0
+        reply = ping.remote(pause)
         return await wait_for_reply(asyncio.ensure_future(reply), limit)
 
     def _miss(self, reason: str) -> None:

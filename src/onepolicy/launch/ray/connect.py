@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns of a future change
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # else ray.put after the end of a run starts a Ray
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray's switch for "this machine only": its processes then listen on the loopback."""
 CONNECT_TIMEOUT_S = 10.0
 OBJECT_STORE_BYTES = 2**30
-"""Bytes of shared memory for messages, in a Ray that is started here."""
+"""Bytes of shared memory for messages and weights, in a Ray started here. It spills the rest."""
 
 
 @contextmanager

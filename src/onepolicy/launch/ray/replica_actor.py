@@ -132,13 +132,14 @@ class ReplicaProcess:
 
     async def _change(self, state: EngineState) -> None:
         async with self._changing:
-            spec = await state.spec  # meanwhile this process says that it is not ready
+            if self._update >= state.update:
+                return
             from onepolicy.launch.ray import tensors
 
             if self._engine is None:
+                spec = await state.spec  # meanwhile this process says that it is not ready
                 self._engine = tensors.build_engine(spec, state.threads)
-            if self._update < state.update:
-                if state.update:
-                    buckets = [await reference for reference in state.weights]
-                    await self._engine.load_weights(tensors.from_buckets(buckets), state.version)
-                self._update = state.update
+            if state.update:
+                buckets = [await reference for reference in state.weights]
+                await self._engine.load_weights(tensors.from_buckets(buckets), state.version)
+            self._update = state.update

@@ -13,7 +13,14 @@ from onepolicy.launch.ray import connect
 
 connect.prepare_environment(own=True)  # for tests in this process that start Ray
 ray = pytest.importorskip("ray")
-from onepolicy.config import UsageError  # noqa: E402
+from ray.exceptions import (  # noqa: E402
+    ActorDiedError,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    OutOfMemoryError,
+)
+
+from onepolicy.config import TrainingError, UsageError  # noqa: E402
 from onepolicy.config.cluster import RayCluster  # noqa: E402
 from onepolicy.launch.ray import actor_engine as remote  # noqa: E402
 from onepolicy.launch.ray import replica_actor, tensors  # noqa: E402
@@ -27,6 +34,7 @@ from support.fake_ray import Actor, Engine, Reference  # noqa: E402
 from support.waiting import LIMIT_S, until  # noqa: E402
 
 STATE = EngineState(Reference("spec"), 1)
+NO_MEMORY = OutOfMemoryError("the node has no memory")
 
 
 @pytest.fixture
@@ -294,9 +302,14 @@ async def test_weights_of_the_version_that_it_has_are_loaded(engines):
     assert engines[1].loaded == [14]
 
 
+@pytest.mark.parametrize("error", [ActorUnavailableError("", None), ActorDiedError(), NO_MEMORY])
 @in_event_loop
-async def test_a_process_that_could_not_be_reached_for_a_while_is_not_given_up(engines, caplog):
+async def test_a_process_that_could_not_be_reached_for_a_while_is_not_given_up(
+    error, engines, caplog
+):
+    """Ray also says of a process that it died while it starts another (a node that is drained)."""
     actor, engine = await built(restart_timeout=0.3)
+    actor.miss = error
     waiting = asyncio.ensure_future(asked(engine, [1], 10**6))
     for _ in range(2):
         actor.unreachable = True
@@ -308,6 +321,60 @@ async def test_a_process_that_could_not_be_reached_for_a_while_is_not_given_up(e
     assert not waiting.done()
     assert caplog.text.count("replica 0 is back after") == 2
     waiting.cancel()
+    assert {True, False} == {pause == 0 for pause in actor.pauses}  # not lost in the last second
+
+
+@pytest.mark.parametrize("error", [ActorUnschedulableError("no room"), NO_MEMORY])
+@in_event_loop
+async def test_a_process_without_another_is_lost_whatever_ended_it(error, engines):
+    actor, engine = await built(restarts=0)
+    actor.death = error
+    waiting = asyncio.ensure_future(asked(engine, range(2), 300))
+    await until(lambda: engines[0].started)
+    actor.die()
+    assert [type(each) for each in await waiting] == [EngineLost] * 2
+
+
+@in_event_loop
+async def test_weights_that_stay_on_their_way_are_asked_for_by_another_process(engines):
+    """The first process answers all the time that it lives and is ready."""
+    actor, engine = await built(restart_timeout=0.3)
+    stored = put_weights([("w", torch.ones(1))], functools.partial(Reference, stuck=True))
+    loading = asyncio.ensure_future(engine.load(stored, 4))
+    await until(lambda: actor.restarts == 0)
+    stored[0].arrive.set()
+    await loading
+    assert engine.version == engines[1].version == 4
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+@in_event_loop
+async def test_weights_that_were_lost_on_their_way_are_asked_for_again(times, engines):
+    actor, engine = await built()
+    stored = put_weights([("w", torch.ones(1))], functools.partial(Reference, lost=times))
+    if times < remote.TRANSFERS:
+        await engine.load(stored, 4)
+        assert engines[0].loaded == [1]
+    else:
+        with pytest.raises(TrainingError, match="replica 0: ObjectLostError"):
+            await engine.load(stored, 4)
+    assert actor.calls.count("load") == min(times + 1, remote.TRANSFERS)
+
+
+@in_event_loop
+async def test_requests_that_wait_for_an_update_ask_for_the_settings_once(engines, monkeypatch):
+    """So they start together, as in a process that has the weights."""
+    monkeypatch.setattr(Engine, "ready_to_load", False)
+    actor, engine = await built()
+    fetched = STATE.spec.fetched
+    loading = asyncio.ensure_future(engine.load(weights(4), 4))
+    await until(lambda: actor.process._changing.locked())
+    waiting = asyncio.ensure_future(asked(engine, range(4)))
+    await until(lambda: len(actor.pending) >= 5)
+    engines[0].may_load.set()
+    await loading
+    assert [each.token_ids.tolist() for each in await waiting] == [[n] * 3 for n in range(4)]
+    assert STATE.spec.fetched == fetched
 
 
 @in_event_loop
