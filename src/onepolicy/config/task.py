@@ -318,6 +318,9 @@ class ProgramTask(EpisodeTask):
     """Processes and threads of a program, two of the sandbox included."""
     scratch_mib: int = Field(64, ge=1, le=LARGEST_INT)
     """Its working folder, which is in memory [MiB]."""
+    credit: Literal["episode", "main"] = "episode"
+    """Turns that the reward trains: of all conversations, or of the first and what it was compacted
+    to."""
     thoughts: Literal["keep", "as-sent"] = "keep"
     """A turn that comes back without its thoughts: continue it with them, or begin anew."""
     template: str | None = None

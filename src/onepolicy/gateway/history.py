@@ -37,6 +37,9 @@ from onepolicy.types import MAX_LOGP, Completion, Sample
 Thoughts = Literal["keep", "as-sent"]
 """A served turn that comes back without its thoughts. keep: is continued from our ids, thoughts
 included. as-sent: a new root."""
+Credit = Literal["episode", "main"]
+"""Conversations that are trained on. episode: all. main: the one that began the episode, with what
+it was compacted to."""
 MOST_CHARACTERS = 32
 """Characters of a conversation for each token of the context: a longer one is not tokenised."""
 MOST_TURNS = 4096
@@ -70,6 +73,7 @@ class History:
         max_len: int,
         max_tokens: int,
         thoughts: Thoughts = "keep",
+        credit: Credit = "episode",
         duplicate_routes: DuplicateRoutes = "as-sampled",
         expects_routes: bool = False,
     ) -> None:
@@ -80,6 +84,7 @@ class History:
         self.renderer = renderer
         self.max_len, self.max_tokens = max_len, max_tokens
         self.thoughts: Thoughts = thoughts
+        self.credit: Credit = credit
         self.duplicate_routes: DuplicateRoutes = duplicate_routes
         self.expects_routes = expects_routes
         self.roots: list[Root] = []
@@ -206,8 +211,12 @@ class History:
     def last_turns(self) -> list[Turn]:
         """Return the last turn of every path that counts, in the order of the paths' beginnings."""
         last: dict[int, Turn] = {}
+        counted = [root for root in self.roots if not self.is_auxiliary(root)]
+        if self.credit == "main" and counted:
+            counted = [root for root in counted if root.origin is counted[0].origin]
+        kept = set(counted)
         for turn in self.turns:
-            if not self.is_auxiliary(turn.root) and not turn.is_abandoned:
+            if turn.root in kept and not turn.is_abandoned:
                 last[id(turn.path)] = turn
         return list(last.values())
 
@@ -336,7 +345,8 @@ class History:
             return plan.parent.root, plan.parent.children
         root = next((root for root in self.roots if root.key == plan.key), None)
         if root is None:
-            root = Root(plan.key, plan.request, plan.tokens, plan.break_)
+            broken = plan.broken.root if plan.break_ and plan.broken else None
+            root = Root(plan.key, plan.request, plan.tokens, plan.break_, broken)
             self.roots.append(root)
         return root, root.children
 

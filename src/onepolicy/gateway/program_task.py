@@ -159,6 +159,7 @@ class Programs:
             max_len=self.max_len,
             max_tokens=self._max_tokens or self.max_len,
             thoughts=self.config.thoughts,
+            credit=self.config.credit,
             duplicate_routes=self.duplicate_routes,
         )
 

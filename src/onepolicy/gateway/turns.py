@@ -47,13 +47,25 @@ class Break:
 
 @dataclass(eq=False)
 class Root:
-    """A conversation from its first prompt on. break_: None for one that breaks no other."""
+    """A conversation from its first prompt on.
+
+    break_: how it leaves another one, `broken`; None for one that leaves none.
+    """
 
     key: bytes
     request: Request
     prompt: list[int]
     break_: Break | None
+    broken: Root | None = None
     children: list[Turn] = field(default_factory=list)
+
+    @property
+    def origin(self) -> Root:
+        """The conversation that this one was before it was broken, compacted for instance."""
+        root = self
+        while root.broken is not None:
+            root = root.broken
+        return root
 
     @property
     def is_single_call(self) -> bool:

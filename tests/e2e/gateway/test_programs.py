@@ -176,6 +176,11 @@ def test_two_conversations_are_two_samples_of_one_episode():
     assert (metrics["program/paths"], metrics["program/broken"]) == (2, 0)
 
 
+def test_credit_for_the_main_conversation_trains_that_alone():
+    (sample,), _ = play(environment("branch", reward="exit", credit="main"), "one", "two", "three")
+    assert (sample.reward, sample.response_length) == (1.0, len("one") + len("two") + 2)
+
+
 @pytest.mark.parametrize(
     ("words", "settings", "reward", "counted"),
     [

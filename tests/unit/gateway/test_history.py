@@ -553,6 +553,26 @@ def test_a_title_call_stands_apart_and_a_sub_agent_does_not():
     assert session.history.counts()["auxiliary"] == 1
 
 
+@pytest.mark.parametrize(("credit", "trained"), [("episode", "wncdf"), ("main", "wcdf")])
+def test_credit_for_the_main_conversation_leaves_sub_agents_out(credit, trained):
+    """It is trained on with what it was compacted to, twice, and what its client rewrote."""
+    texts = [*"twncd", "f"]
+    session = session_of(*texts)
+    session.history.credit = credit
+    ask(session, Message("system", "Name this"), USER)
+    first = ask(session, SYSTEM, USER, tools=(TOOL,))
+    helper = Message("system", "You help")
+    ask(session, helper, Message("user", "part"), tools=(TOOL,))
+    second = ask(session, SYSTEM, USER, first.message, AGAIN, tools=(TOOL,))
+    third = ask(session, SYSTEM, USER, second.message, Message("user", "on"), tools=(TOOL,))
+    ask(session, SYSTEM, USER, third.message, Message("user", "on and on"), tools=(TOOL,))
+    assert session.history.counts()[str(Reason.COMPACTION)] == 2
+    text = "".join(turn.message.text for turn in session.history.turns)
+    assert text == "".join(texts)
+    found = [turn.message.text for last in session.history.last_turns() for turn in last.chain]
+    assert sorted(found) == sorted(trained)
+
+
 def test_a_retry_is_answered_once():
     session = session_of("once", "twice")
 
