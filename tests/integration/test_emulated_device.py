@@ -68,8 +68,8 @@ READS = {
     "decode step": 1,
     "finished request": 3,
     "prefix look-up": 1,
-    "one micro-batch and the update": 20,
-    "further micro-batch": 17,
+    "one micro-batch and the update": 18,
+    "further micro-batch": 15,
     "layer": 0,
 }
 """Times that the host waits for the device: a micro-batch is scored and trained on, a request of a
