@@ -123,7 +123,9 @@ def _of_sign(
         band = _meet(_sum_band(gate, length) for gate in on_sum)
         keeps, weighs = _on_total(config, logr, kl, length, band, weighted=level == scope)
         kept, weighed = kept * keeps, weighed * weighs
-    return float(density @ kept), float(density @ weighed)
+    # Rounding of the sum, which depends on the processor, is taken out: all is exactly 1.
+    whole = density @ torch.ones_like(density)
+    return float(density @ kept / whole), float(density @ weighed / whole)
 
 
 def _on_total(

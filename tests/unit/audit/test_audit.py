@@ -62,7 +62,7 @@ def test_gaussian_noise_of_known_kl(tmp_path, kl, action, setting) -> None:
     phi = 0.5 * math.erfc(-(math.log(3) - total) / math.sqrt(4 * total))
     assert forecast["trl-default"].attenuation == pytest.approx(phi, abs=1e-3)
     if setting:
-        assert each.verdict.effect.startswith("tis would keep >99.9%")
+        assert each.verdict.effect.startswith("tis would keep 100% of these tokens")
 
 
 def test_recommendations_for_heavy_tails_and_differing_routes(tmp_path) -> None:

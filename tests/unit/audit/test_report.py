@@ -43,7 +43,7 @@ def test_the_effect_of_a_correction_is_no_reason_for_it(tmp_path) -> None:
     run_audit([write_jsonl(tmp_path / "d.jsonl", gaussian_rows(4e-3))], {}, None, console)
     lines = [line.strip() for line in console.export_text().splitlines()]
     (effect,) = [line for line in lines if "multiply the step by" in line]
-    assert effect.startswith("tis would keep >99.9% of these tokens")
+    assert effect.startswith("tis would keep 100% of these tokens")
     assert not [line for line in lines if line.startswith("Because tis")]
 
 

@@ -41,6 +41,11 @@ def test_closed_forms() -> None:
     assert predict(preset("kpop"), 0.01, 100).not_modelled == ("binary_kl_sym.token",)
 
 
+def test_a_correction_without_gates_keeps_all_on_every_processor() -> None:
+    found = {predict(preset("tis"), kl, n).keep for kl in (1e-5, 5e-3, 0.3) for n in (1, 78, 1000)}
+    assert found == {1.0}
+
+
 def test_a_product_that_is_clipped_on_both_sides() -> None:
     """E[min(max(x, 1/2), 3)] of a log-normal x with mean 1: its log has the mean -0.5 and variance
     1. By its parts: P(below) / 2, E[x] between, 3 P(above)."""
