@@ -12,36 +12,20 @@ LEAST_SUMMARY = 12
 questions by chance, a sub-agent's among them."""
 
 
-def nearest_turn(request: Request, turns: Sequence[Turn]) -> Turn | None:
-    """Return the turn whose conversation begins most like the request; of equals the latest.
+def find_break(request: Request, turns: Sequence[Turn]) -> tuple[Reason, Turn | None] | None:
+    """Return the change that a request, which continues no turn, made to a conversation.
 
-    System messages at the beginning do not count. None if no conversation begins like it.
+    turns: all of the episode. The turn is the last one of that conversation, None if no turn is
+    known to be of it. None: the request is a conversation of its own.
     """
-    keys = _body_keys(request.messages)
-    best: Turn | None = None
-    most = 1
-    for turn in turns:
-        shared = _common_prefix(keys, _body_keys(turn.conversation))
-        if shared >= most:
-            best, most = turn, shared
-    return best
-
-
-def find_reason(request: Request, turn: Turn | None, turns: Sequence[Turn]) -> Reason | None:
-    """Return the change that a request, which continues no turn, made to `turn`'s conversation.
-
-    turn: `nearest_turn`. turns: all of the episode. None: it is a conversation of its own.
-    """
-    sent = _body(request.messages)
-    if not request.last_assistant or turn is None:
-        return _reason_without_history(request, turns)
-    served = _body(turn.conversation)
-    shared = _common_prefix(list(map(message_key, sent)), list(map(message_key, served)))
-    if not any(message.role == "assistant" for message in sent[shared:]):
-        return _reason_of_equal_history(request, turn)
-    if shared == len(served):
-        return Reason.UNKNOWN_ASSISTANT
-    return _compare_messages(sent[shared], served[shared], served)
+    if not request.last_assistant:
+        turn = _summed_up(request, turns)
+        return None if turn is None else (Reason.COMPACTION, turn)
+    turn = _nearest(request, turns)
+    if turn is not None:
+        return _reason(request, turn), turn
+    turn = _sent_back(request, turns)
+    return Reason.UNKNOWN_ASSISTANT if turn is None else Reason.COMPACTION, turn
 
 
 def first_difference(reason: Reason, ours: Sequence[int], sent: Sequence[int]) -> Break:
@@ -51,23 +35,67 @@ def first_difference(reason: Reason, ours: Sequence[int], sent: Sequence[int]) -
     return Break(reason, place, _get(ours, place), _get(sent, place))
 
 
-def _reason_without_history(request: Request, turns: Sequence[Turn]) -> Reason | None:
-    """Return the reason for a request that begins like no conversation, or has no turn of ours."""
-    texts = [message.text for message in _body(request.messages)]
-    for turn in turns:
-        told = turn.message.text.strip()
-        summed_up = len(told) >= LEAST_SUMMARY and any(told in text for text in texts[:1])
-        same_agent = _system_keys(request.messages) == _system_keys(turn.request.messages) and (
-            tools_key(request.tools) == tools_key(turn.request.tools)
-        )
-        if summed_up and same_agent and not request.last_assistant:
-            return Reason.COMPACTION
-    if not request.last_assistant:
-        return None
-    served = {message_key(turn.message) for turn in turns}
-    if any(message_key(m) in served for m in request.messages if m.role == "assistant"):
-        return Reason.COMPACTION
-    return Reason.UNKNOWN_ASSISTANT
+def _nearest(request: Request, turns: Sequence[Turn]) -> Turn | None:
+    """Return the turn whose conversation begins most like the request.
+
+    Of equals the one with its system and tools, then the latest. System messages at the beginning
+    do not count. None if no conversation begins like it.
+    """
+    keys = _body_keys(request.messages)
+    leaves = [turn for turn in turns if not turn.children]
+    shared = {turn: _common_prefix(keys, _body_keys(turn.conversation)) for turn in leaves}
+    alike = [turn for turn in leaves if shared[turn]]
+    return max(
+        alike,
+        key=lambda turn: (shared[turn], _same_agent(request, turn), turn.number),
+        default=None,
+    )
+
+
+def _summed_up(request: Request, turns: Sequence[Turn]) -> Turn | None:
+    """Return the turn of the request's agent that its question repeats, as a summary does.
+
+    Another agent may have written the summary, of a conversation that it was given.
+    """
+    for turn in _quoted(request, turns):
+        left = [turn, *_quoted(turn.request, turns)]
+        left += [each for each in reversed(turns) if each.root is turn.root.origin]
+        for each in left:
+            if _same_agent(request, each):
+                return each
+    return None
+
+
+def _quoted(request: Request, turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turns that are in the first question of a request, the latest first."""
+    text = _body(request.messages)[0].text
+    told = [(turn, turn.message.text.strip()) for turn in reversed(turns)]
+    return [turn for turn, said in told if len(said) >= LEAST_SUMMARY and said in text]
+
+
+def _sent_back(request: Request, turns: Sequence[Turn]) -> Turn | None:
+    """Return the turn that is among the request's; of several its agent's, then the latest."""
+    sent = {message_key(each) for each in request.messages if each.role == "assistant"}
+    found = [turn for turn in turns if message_key(turn.message) in sent]
+    return max(found, key=lambda turn: (_same_agent(request, turn), turn.number), default=None)
+
+
+def _same_agent(request: Request, turn: Turn) -> bool:
+    """Return whether a request has the system messages and tools of a turn's."""
+    other = turn.request
+    systems = _system_keys(request.messages) == _system_keys(other.messages)
+    return systems and tools_key(request.tools) == tools_key(other.tools)
+
+
+def _reason(request: Request, turn: Turn) -> Reason:
+    """Return the change to the conversation of a turn that begins like the request."""
+    sent, served = _body(request.messages), _body(turn.conversation)
+    shared = _common_prefix(list(map(message_key, sent)), list(map(message_key, served)))
+    if not any(message.role == "assistant" for message in sent[shared:]):
+        return _reason_of_equal_history(request, turn)
+    if shared == len(served):
+        return Reason.UNKNOWN_ASSISTANT
+    return _compare_messages(sent[shared], served[shared], served)
 
 
 def _reason_of_equal_history(request: Request, turn: Turn) -> Reason:

@@ -21,7 +21,7 @@ from typing import Literal
 from onepolicy.config import DuplicateRoutes
 from onepolicy.envs.multiturn.tokenization import decode_tokens
 from onepolicy.envs.multiturn.trajectory import Trajectory
-from onepolicy.gateway.breaks import find_reason, first_difference, nearest_turn
+from onepolicy.gateway.breaks import find_break, first_difference
 from onepolicy.gateway.messages import (
     Message,
     Request,
@@ -58,7 +58,7 @@ class Plan:
     max_tokens: int
     routes_from: int
     initial_prompt_len: int
-    broken: Turn | None = None  # the conversation that a root leaves
+    left: Turn | None = None  # the last turn of the conversation that a root changes
     break_: Break | None = None
     facts: tuple[Reason, ...] = ()
 
@@ -141,15 +141,17 @@ class History:
         completion: Completion,
         versions: tuple[int, int] | None,
         stop: str | None = None,
+        asked: int | None = None,
     ) -> Turn:
         """Append a sampled turn and return it.
 
         versions: of the engine's weights before and after, None if they are not known. stop: the
-        client's text that ended it.
+        client's text that ended it. asked: the place of its request among the episode's, for those
+        that are sampled at one time; default: they were answered in their order.
         """
         number = len(self.turns)
         facts = tuple(dict.fromkeys(plan.facts + self._facts_about(completion, versions)))
-        root, family = self._family_of(plan)
+        root, family = self._family_of(plan, number if asked is None else asked)
         if any(each.key == plan.key for each in family):
             facts = (*facts, Reason.RETRY_SIBLING)
         path = self._path_for(plan, family)
@@ -213,7 +215,8 @@ class History:
         last: dict[int, Turn] = {}
         counted = [root for root in self.roots if not self.is_auxiliary(root)]
         if self.credit == "main" and counted:
-            counted = [root for root in counted if root.origin is counted[0].origin]
+            first = min(counted, key=lambda root: root.asked)
+            counted = [root for root in counted if root.origin is first.origin]
         kept = set(counted)
         for turn in self.turns:
             if turn.root in kept and not turn.is_abandoned:
@@ -254,13 +257,11 @@ class History:
 
     def _plan_root(self, request: Request, key: bytes, facts: tuple[Reason, ...]) -> Plan:
         tokens = self.renderer.encode_prompt(request.messages, request.tools)
-        broken = nearest_turn(request, [turn for turn in self.turns if not turn.children])
-        break_ = None
-        reason = find_reason(request, broken, self.turns)
-        if reason is not None:
-            if broken is None and self.turns:
-                broken = self.turns[-1]
-            break_ = self._describe_break(reason, request, broken, tokens)
+        left, break_ = None, None
+        found = find_break(request, self.turns)
+        if found is not None:
+            reason, left = found
+            break_ = self._describe_break(reason, request, left, tokens)
         return Plan(
             request,
             key,
@@ -270,18 +271,18 @@ class History:
             self._room(tokens, request),
             0,
             len(tokens),
-            broken,
+            left,
             break_,
             facts + self._unknown(tokens, request.messages, request.tools),
         )
 
     def _describe_break(
-        self, reason: Reason, request: Request, broken: Turn | None, tokens: list[int]
+        self, reason: Reason, request: Request, left: Turn | None, tokens: list[int]
     ) -> Break:
-        if broken is None:
+        if left is None:
             return first_difference(reason, (), tokens)
         assistants = sum(message.role == "assistant" for message in request.messages)
-        chain = broken.chain
+        chain = left.chain
         last = chain[min(assistants, len(chain)) - 1]
         ours = last.path.tokens[: last.length]
         if reason is Reason.UNKNOWN_ASSISTANT and self._is_same_text(ours, tokens):
@@ -339,14 +340,14 @@ class History:
             facts.append(Reason.UNKNOWN_VERSION)
         return tuple(facts)
 
-    def _family_of(self, plan: Plan) -> tuple[Root, list[Turn]]:
+    def _family_of(self, plan: Plan, asked: int) -> tuple[Root, list[Turn]]:
         """Return the root of a planned turn, made if it is new, and the turns beside it."""
         if plan.parent is not None:
             return plan.parent.root, plan.parent.children
         root = next((root for root in self.roots if root.key == plan.key), None)
         if root is None:
-            broken = plan.broken.root if plan.break_ and plan.broken else None
-            root = Root(plan.key, plan.request, plan.tokens, plan.break_, broken)
+            left = plan.left.root if plan.left else None
+            root = Root(plan.key, plan.request, plan.tokens, plan.break_, left, asked)
             self.roots.append(root)
         return root, root.children
 
@@ -373,8 +374,8 @@ class History:
                 return path
         if parent is not None:
             return parent.path.rewrite_history(plan.tokens)
-        if plan.break_ is not None and plan.broken is not None:
-            return plan.broken.path.rewrite_history(plan.tokens)
+        if plan.left is not None:
+            return plan.left.path.rewrite_history(plan.tokens)
         return Trajectory(plan.tokens, duplicate_routes=self.duplicate_routes)
 
 

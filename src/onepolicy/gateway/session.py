@@ -166,7 +166,7 @@ class Session:
         if plan.request.stop:
             completion, stop = self._cut_at_stop(completion, plan.request.stop, len(plan.tokens))
         self._sampled += len(completion.token_ids)
-        return self.history.record(plan, completion, versions, stop)
+        return self.history.record(plan, completion, versions, stop, number)
 
     async def _reserve(self, max_tokens: int) -> int:
         """Take a turn and at most so many of the episode's tokens, and return how many.

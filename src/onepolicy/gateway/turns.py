@@ -49,22 +49,24 @@ class Break:
 class Root:
     """A conversation from its first prompt on.
 
-    break_: how it leaves another one, `broken`; None for one that leaves none.
+    break_: how it leaves another one, `left`; None for one that leaves none. `left` is also None if
+    no turn of the episode is in its history. asked: the place of its first request among all.
     """
 
     key: bytes
     request: Request
     prompt: list[int]
     break_: Break | None
-    broken: Root | None = None
+    left: Root | None
+    asked: int
     children: list[Turn] = field(default_factory=list)
 
     @property
     def origin(self) -> Root:
-        """The conversation that this one was before it was broken, compacted for instance."""
+        """The conversation that this one was before its client changed it, by compaction say."""
         root = self
-        while root.broken is not None:
-            root = root.broken
+        while root.left is not None:
+            root = root.left
         return root
 
     @property

@@ -109,7 +109,7 @@ def title_is_trained_on(patch):
 
 
 def reasons_mixed_up(patch):
-    patch.setattr(history, "find_reason", lambda *given: Reason.COMPACTION)
+    patch.setattr(history, "find_break", lambda *given: (Reason.COMPACTION, None))
 
 
 def thoughts_are_forgotten(patch):

@@ -573,6 +573,102 @@ def test_credit_for_the_main_conversation_leaves_sub_agents_out(credit, trained)
     assert sorted(found) == sorted(trained)
 
 
+def say(text):
+    return Message("user", text)
+
+
+HELPER = Message("system", "You help")
+
+
+def sliding_window(ask):
+    """The client drops its oldest messages after a helper answered last."""
+    first = ask("main one", SYSTEM, USER)
+    second = ask("main two", SYSTEM, USER, first.message, AGAIN)
+    ask("-", HELPER, say("part"))
+    ask("main three", SYSTEM, AGAIN, second.message, say("on"))
+
+
+def the_same_question(ask):
+    """A helper is asked what the agent was asked; then the agent drops its middle."""
+    first = ask("main one", SYSTEM, USER)
+    second = ask("main two", SYSTEM, USER, first.message, AGAIN)
+    ask("-", HELPER, USER)
+    ask("main three", SYSTEM, USER, second.message, say("on"))
+
+
+def summariser_of_messages(ask):
+    """Another agent, given the messages, sums up. What it sampled is of this conversation too."""
+    first = ask("main one", SYSTEM, USER)
+    shorter = ask("main was asked", HELPER, USER, first.message, say("Sum up"))
+    ask("-", HELPER, say("part"))
+    ask("main three", SYSTEM, say(f"So far: {shorter.message.text}. Go on"))
+
+
+def summariser_of_a_text(ask):
+    first = ask("main answered", SYSTEM, USER)
+    shorter = ask("-summary of it", HELPER, say(f"Sum up: {first.message.text}"))
+    ask("main three", SYSTEM, say(f"So far: {shorter.message.text}. Go on"))
+
+
+def helper_with_examples(ask):
+    ask("main one", SYSTEM, USER)
+    ask("-", HELPER, say("example"), Message("assistant", "of an answer"), say("part"))
+
+
+def helper_asked_twice(ask):
+    """Its second question repeats what the agent said, which is no summary of the first."""
+    first = ask("main answered", SYSTEM, USER)
+    ask("-", HELPER, say("part"))
+    ask("--", HELPER, say(f"Check: {first.message.text}"))
+
+
+STORIES = (
+    *(sliding_window, the_same_question, summariser_of_messages, summariser_of_a_text),
+    *(helper_with_examples, helper_asked_twice),
+)
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_whose_conversation_a_request_goes_on_with(story):
+    texts = []
+    session = session_of(*("?" for _ in range(4)))
+    session.history.credit = "main"
+
+    def tell(text, *messages):
+        texts.append(text)
+        session.engine.texts[len(texts) - 1 :] = [text]
+        return ask(session, *messages, tools=(TOOL,))
+
+    story(tell)
+    trained = {turn.message.text for last in session.history.last_turns() for turn in last.chain}
+    assert trained == {text for text in texts if text.startswith("main")}
+
+
+def test_the_main_conversation_is_the_one_asked_first_though_another_is_answered_before_it():
+    session = session_of("main", "checked")
+    session.history.credit = "main"
+    generate, answered = session.engine.generate, asyncio.Event()
+
+    async def late(prompt, sampling, *, seed):
+        first = len(session.engine.requests) == 0
+        done = await generate(prompt, sampling, seed=seed)
+        if first:
+            await answered.wait()
+        else:
+            answered.set()
+        return done
+
+    session.engine.generate = late
+
+    async def both():
+        asked = (Request((USER,)), Request((HELPER, say("part"))))
+        return await asyncio.gather(*map(session.answer, asked))
+
+    asyncio.run(both())
+    assert [turn.message.text for turn in session.history.turns] == ["checked", "main"]
+    assert [turn.message.text for turn in session.history.last_turns()] == ["main"]
+
+
 def test_a_retry_is_answered_once():
     session = session_of("once", "twice")
 
