@@ -121,7 +121,7 @@ class History:
             self._room(tokens, request),
             min(turn.path.first_missing_route, turn.length),
             len(turn.root.prompt),
-            facts=facts + self._unknown(tail, request.messages[place:]),
+            facts=facts + self._unknown(tail, request.messages[place:], request.tools),
         )
 
     def count_tokens(self, request: Request) -> int:
@@ -321,7 +321,7 @@ class History:
         return min(room, self.max_tokens, request.max_tokens or self.max_tokens)
 
     def _unknown(
-        self, rendered: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool] = ()
+        self, rendered: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[Reason, ...]:
         return self.renderer.unknown.find(rendered, messages, tools, self.turns)
 

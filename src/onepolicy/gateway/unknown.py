@@ -29,6 +29,11 @@ TOLD = {
 }
 
 
+WITHOUT_TOKEN = (
+    "the policy sampled ids that the tokenizer has no token for; programs read a turn without them"
+)
+
+
 class UnknownText:
     """The search for text that a tokenizer does not know. The first find of each kind is told."""
 
@@ -93,7 +98,10 @@ class UnknownText:
     def _tell(self, reason: Reason | None) -> None:
         if reason not in self._told:
             self._told.add(reason)
-            LOG.warning(TOLD[reason], self._tokenizer.unk_token)
+            if self._tokenizer.unk_token is None:  # it knows every text
+                LOG.warning(WITHOUT_TOKEN)
+            else:
+                LOG.warning(TOLD[reason], self._tokenizer.unk_token)
 
 
 def without_surrogates(text: str) -> str:

@@ -430,7 +430,7 @@ def _remarks(summary: Tree) -> Iterator[str]:
     if missing is not None and missing["attempts"]:
         yield (
             f"Attempts with a token without support: {missing['attempts']:.0f}; "
-            f"{counted(int(missing['dropped']), 'episode')} dropped for it."
+            f"{counted(int(missing['dropped']), 'episode')} dropped after one."
         )
     if silent:
         yield (

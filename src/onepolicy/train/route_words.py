@@ -14,18 +14,20 @@ def misaligned_hint(age: int, least: float, moved: int) -> str:
     age: updates since the oldest token was sampled. least: replay.min_agreement. moved: optimiser
     steps that the weights have made in this step.
     """
-    if moved and age <= 0:
-        return (
+    hints = []
+    if moved:
+        hints.append(
             f"Or earlier minibatches of the step ({moved}) changed the routers' choices; lower "
-            f"optim.lr, objective.num_minibatches or replay.min_agreement = {least} then"
+            f"optim.lr, objective.num_minibatches or replay.min_agreement = {least} then. Samples "
+            f"are counted within minibatch {moved + 1}"
         )
-    if age <= 0:
-        return f"The least agreement is replay.min_agreement = {least}"
-    return (
-        f"Or they are too old: the oldest tokens were sampled {age} updates ago, and every update "
-        "changes the routers' choices; then lower rollout.max_staleness or optim.lr, or "
-        "replay.min_agreement"
-    )
+    if age > 0:
+        hints.append(
+            f"Or they are too old: the oldest tokens were sampled {age} updates ago, and every "
+            "update changes the routers' choices; then lower rollout.max_staleness or optim.lr, or "
+            "replay.min_agreement"
+        )
+    return ". ".join(hints) or f"The least agreement is replay.min_agreement = {least}"
 
 
 @functools.cache

@@ -202,6 +202,26 @@ def test_a_token_without_a_text_is_the_policys(token):
     assert int(sample.tokens[first.start]) == token  # it is trained on as it was sampled
 
 
+def test_ids_past_a_tokenizer_that_knows_every_text_are_told_without_its_unknown_token(caplog):
+    tokenizer = tokenizer_of(HERMES)
+    tokenizer.unk_token = None
+    assert UnknownText(tokenizer).has_sampled([len(tokenizer)])
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("the policy sampled ids that the tokenizer has no token for")
+    assert not UnknownText(tokenizer).has_sampled([0])
+
+
+def test_a_tools_name_in_a_reply_is_the_programs():
+    """Templates may write the name of the tool that a reply is of."""
+    renderer = Renderer(tokenizer_of(HERMES.replace("<tool>", "<tool>{{ m['name'] }}")))
+    tool = {"type": "function", "function": {"name": "f\u00fcr", "parameters": {"type": "object"}}}
+    session = session_of(call("f\u00fcr"), "two", renderer=renderer)
+    first = ask(session, USER, tools=(tool,))
+    second = ask(session, USER, first.message, reply(first, "seen"), tools=(tool,))
+    assert second.parent is first
+    assert second.facts == (Reason.UNKNOWN_CHARACTERS,)
+
+
 def test_tools_of_a_program_and_words_of_the_template_are_told_apart(caplog):
     plain, odd = Renderer(TOKENIZER), Renderer(tokenizer_of(HERMES.replace("<sys>", "\u00fc")))
     tool = {"type": "function", "function": {"name": "look", "description": "\u00fc"}}

@@ -263,7 +263,7 @@ def test_what_no_tile_says(subtests):
         ({"updates_skipped": 2.0}, "Updates skipped: 2, their gradients were not finite."),
         (
             {"missing_supports": {"attempts": 3, "dropped": 1}},
-            "Attempts with a token without support: 3; 1 episode dropped for it.",
+            "Attempts with a token without support: 3; 1 episode dropped after one.",
         ),
         (saved, "Scoring left out: about 0.25 s per step saved, the rollout is the behaviour"),
         ({"nothing_learnt": NOTHING | {"why": ["a", "b"], "silent": 3, "steps": 3}}, "a b"),
