@@ -123,6 +123,7 @@ class ActorEngine:
             self._state, update=update, version=version, weights=tuple(weights)
         )
         self.version = -1
+        await self._end_cancelled()
         self._loading, self._load_began = self._loading + 1, time.monotonic()
         self._end_watch()  # the next one knows that it loads
         try:
@@ -146,29 +147,36 @@ class ActorEngine:
 
     async def _call(self, method: Any) -> Any:
         """Call a method that no cancelled request may run beside, until it is answered."""
-        given_up, self._given_up = self._given_up, []
-        if given_up:
-            ended = asyncio.gather(*given_up, return_exceptions=True)
-            with suppress(TimeoutError):  # the engine says then what runs
-                await asyncio.wait_for(self._answer(ended), self._config.reply_timeout)
+        await self._end_cancelled()
         while True:
             try:
                 return await self._answer(method.remote(self._state))
             except PROCESS_LOST:
                 await asyncio.sleep(PING_S)
 
+    async def _end_cancelled(self) -> None:
+        """Wait until no cancelled request runs any more, at most cluster.reply_timeout."""
+        given_up, self._given_up = self._given_up, []
+        if given_up:
+            ended = asyncio.gather(*given_up, return_exceptions=True)
+            with suppress(TimeoutError):  # the engine says then what runs
+                await asyncio.wait_for(self._answer(ended), self._config.reply_timeout)
+
     async def _answer(self, reply: Any) -> Any:
         """Return the reply, and watch the process until then. Raises EngineLost."""
         self._waiting += 1
         if self._watcher is None or self._watcher.done():
-            if self._gone_since is not None:  # nobody has waited for it since
+            if self._gone_since is not None and self._waiting == 1:  # nobody has waited since
                 self._gone_since = time.monotonic()
             self._watcher = asyncio.create_task(self._watch())
         try:
             answer = await reply
         except GONE_FOR_GOOD as error:
             self._state = dataclasses.replace(self._state, weights=())  # nobody reads them again
-            raise EngineLost(f"{self.name} {self._why_lost}") from error
+            why = self._why_lost
+            if not isinstance(error, ActorDiedError):  # the node had no memory left, or is no more
+                why = f"{why}: {str(error).strip().splitlines()[0]}"
+            raise EngineLost(f"{self.name} {why}") from error
         except RayTaskError as error:
             if isinstance(error.cause, ObjectLostError):
                 self._lost_transfers += 1
@@ -209,7 +217,7 @@ class ActorEngine:
                 if not is_ready:
                     self._miss("another process")
                     await asyncio.sleep(PING_S)
-                elif self._loading and self._load_seconds_left() <= 0:
+                elif self._load_seconds_left() <= 0:
                     self._restart("its weights do not arrive")
                 else:
                     self._note(process)
@@ -220,10 +228,11 @@ class ActorEngine:
     def _restart(self, reason: str) -> None:
         self._miss(reason)
         self._former.add(self._process)
-        self._load_began = time.monotonic()
         ray.kill(self._actor, no_restart=False)
 
     def _load_seconds_left(self) -> float:
+        if not self._loading or self._gone_since is not None:  # it loads anew when it is back
+            return math.inf
         return self._load_began + self._config.restart_timeout - time.monotonic()
 
     def _seconds_left(self) -> float:
@@ -259,6 +268,7 @@ class ActorEngine:
         if self._gone_since is not None:
             LOG.warning("%s is back after %.1f s", self.name, time.monotonic() - self._gone_since)
             self._gone_since = None
+            self._load_began = time.monotonic()  # anew
 
 
 async def wait_for_reply(reply: asyncio.Future[Any], limit: float) -> Any:

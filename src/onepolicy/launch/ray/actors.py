@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from onepolicy.config import RunConfig, ServiceUnavailable, TrainingError
 from onepolicy.config.cluster import RayCluster
@@ -170,7 +170,7 @@ def _get_at_start(name: str, reference: Any, timeout: float) -> Any:
         ) from None
     except RayTaskError as error:
         raise remote_error(name, error) from None
-    except RayActorError as error:
+    except RayError as error:
         raise TrainingError(f"{name} ended while it started: {_last_line(error)}") from None
 
 
@@ -184,7 +184,7 @@ def _check_ranks_alive(running: list[Any]) -> None:
         if ended:
             try:
                 ray.get(reference)
-            except (RayTaskError, RayActorError) as error:
+            except RayError as error:
                 raise RankLost(f"rank {rank} has ended: {_last_line(error)}") from None
 
 

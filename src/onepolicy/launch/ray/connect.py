@@ -52,7 +52,7 @@ def open_ray_launcher(config: RunConfig, progress: Progress) -> Iterator[Launche
         raise UsageError(
             "cluster.kind: ray starts the learner's ranks itself; start this without torchrun"
         )
-    with _connected(cluster):
+    with _connected(config, cluster):
         from onepolicy.launch.ray.actors import ray_launcher
 
         with ray_launcher(config, cluster, progress) as launcher:
@@ -60,7 +60,7 @@ def open_ray_launcher(config: RunConfig, progress: Progress) -> Iterator[Launche
 
 
 @contextmanager
-def _connected(cluster: RayCluster) -> Iterator[None]:
+def _connected(config: RunConfig, cluster: RayCluster) -> Iterator[None]:
     if cluster.address is None:
         _refuse_imported_ray()
     prepare_environment(own=cluster.address is None)
@@ -76,7 +76,7 @@ def _connected(cluster: RayCluster) -> Iterator[None]:
         settings = {
             "address": "local",
             "include_dashboard": False,
-            "num_cpus": _cpus(cluster),
+            "num_cpus": _cpus(config, cluster),
             "object_store_memory": OBJECT_STORE_BYTES,
         }
     try:
@@ -207,9 +207,10 @@ def _token_variables() -> dict[str, str]:
     return variables
 
 
-def _cpus(cluster: RayCluster) -> int:
+def _cpus(config: RunConfig, cluster: RayCluster) -> int:
     """Return a number of CPUs that is enough for the run.
 
     Ray only counts CPUs and binds nothing to them, so every request fits on the user's own machine.
     """
-    return max(os.cpu_count() or 1, 1 + cluster.replicas * cluster.cpus_per_replica)
+    ranks = max(config.train.ranks, 1) * (config.train.threads or 1)
+    return max(os.cpu_count() or 1, ranks + cluster.replicas * cluster.cpus_per_replica)

@@ -5,6 +5,7 @@ import asyncio
 import functools
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from onepolicy.launch.ray.replica_actor import EngineState, Moment  # noqa: E402
 from onepolicy.launch.ray.replicas import Replicas  # noqa: E402
 from onepolicy.launch.ray.tensors import from_buckets, put_weights  # noqa: E402
 from onepolicy.rollout.remote.client import EngineLost  # noqa: E402
-from onepolicy.types import Sampling  # noqa: E402
+from onepolicy.types import Completion, Sampling  # noqa: E402
 from support.fake_ray import Actor, Engine, Reference  # noqa: E402
 from support.waiting import LIMIT_S, until  # noqa: E402
 
@@ -332,7 +333,53 @@ async def test_a_process_without_another_is_lost_whatever_ended_it(error, engine
     waiting = asyncio.ensure_future(asked(engine, range(2), 300))
     await until(lambda: engines[0].started)
     actor.die()
-    assert [type(each) for each in await waiting] == [EngineLost] * 2
+    for each in await waiting:
+        assert isinstance(each, EngineLost)
+        assert str(each).endswith(f"(cluster.restarts = 0): {error}")
+
+
+@in_event_loop
+async def test_a_push_gives_a_process_that_is_gone_no_more_time(engines):
+    actor, engine = await built()
+    actor.restart = lambda: None
+    waiting = asyncio.ensure_future(asked(engine, [1], 300))
+    await until(lambda: engines[0].started)
+    actor.die()
+    await until(lambda: engine._gone_since is not None)
+    engine._gone_since = gone = engine._gone_since - 100
+    loading = asyncio.ensure_future(engine.load(weights(4), 4))
+    await until(lambda: actor.pending)
+    await asyncio.sleep(0.1)
+    assert engine._gone_since == gone
+    Actor.restart(actor)
+    await loading
+    assert isinstance((await waiting)[0], Completion)
+
+
+@in_event_loop
+async def test_a_process_that_is_back_has_the_whole_time_to_load(engines):
+    """Not what is left to the load that the process before it began."""
+    _, engine = await built(restart_timeout=60)
+    engine._loading, engine._load_began = 1, time.monotonic() - 59
+    assert engine._load_seconds_left() < 2
+    engine._miss("killed")
+    assert engine._load_seconds_left() > 60
+    engine._note("another")
+    assert engine._load_seconds_left() > 50
+
+
+@in_event_loop
+async def test_no_load_is_late_before_it_begins(engines):
+    """It waits for cancelled requests first."""
+    _, engine = await built(restart_timeout=0.1)
+    ends = asyncio.get_running_loop().create_future()
+    engine._given_up = [ends]
+    loading = asyncio.ensure_future(engine.load(weights(4), 4))
+    await asyncio.sleep(0.5)
+    ends.set_result(None)
+    await loading
+    assert engine.version == 4
+    assert engine.take_metrics() == {}
 
 
 @in_event_loop
@@ -378,14 +425,16 @@ async def test_requests_that_wait_for_an_update_ask_for_the_settings_once(engine
 
 
 @in_event_loop
-async def test_answers_are_signs_of_life(engines):
+async def test_answers_are_signs_of_life(engines, monkeypatch):
     """Pings do not arrive, and the time between two requests is longer than a restart may take."""
-    actor, engine = await built(restart_timeout=0.3)
+    actor, engine = await built(restart_timeout=LIMIT_S)
     actor.unreachable = True
     for number in range(3):
+        now = functools.partial(lambda hours: time.monotonic() + 3600 * hours, number)
+        monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=now))
         (done,) = await asked(engine, [number], 30)
         assert done.token_ids.tolist() == [number] * 30
-        await asyncio.sleep(0.5)
+        assert engine._gone_since is None
     assert actor.restarts == 1
 
 

@@ -88,6 +88,19 @@ def test_room():
         assert request.replicas == ({"CPU": 1.0, "GPU": gpus},)
 
 
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_ray_of_our_own_has_room_for_every_run(cuda, monkeypatch):
+    """Its CPUs are counted, and nothing is bound to them."""
+    monkeypatch.setattr(connect.os, "cpu_count", lambda: 4)
+    for replicas, each, ranks, threads in ((4, 1, 4, 1), (1, 1, 2, 16), (2, 3, 1, 2), (1, 1, 1, 1)):
+        config = settings(
+            *(f"cluster.replicas={replicas}", f"cluster.cpus_per_replica={each}"),
+            *(f"train.ranks={ranks}", f"train.threads={threads}"),
+        )
+        bundles = ResourceRequest.from_config(config, cuda=cuda).bundles
+        assert connect._cpus(config, config.cluster) >= sum(bundle["CPU"] for bundle in bundles)
+
+
 def test_what_replicas_are_told_and_answer_survives_ray():
     """Ray pickles it; torch's tensors keep their bits, and our errors their words."""
     ids, valid = torch.tensor([[[0, 3]], [[2, 300]]]).to(torch.uint16), torch.tensor([True, False])
