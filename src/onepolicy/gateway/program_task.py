@@ -14,7 +14,6 @@ import logging
 import math
 import socket
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Unpack
 
@@ -23,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import DuplicateRoutes, ProgramTask, UsageError
 from onepolicy.config.input_files import read_template
+from onepolicy.envs.counts import Counts
 from onepolicy.envs.multiturn.episode import PathOptions
 from onepolicy.envs.multiturn.prompt_checks import check_characters, check_prompt_length
 from onepolicy.envs.multiturn.tokenization import encode_text
@@ -74,7 +74,7 @@ class Programs:
         self._numbers = itertools.count()
         self._gateway: _Gateway | None = None
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._ended: dict[str, float] = defaultdict(float)  # since the last step
+        self._ended = Counts()  # since the last take_metrics
         self._told = False
 
     def train_problem(self, index: int) -> Problem:
@@ -184,25 +184,25 @@ class Programs:
         return _number(answer) or 0.0
 
     def _count(self, ended: Ended, history: History, seconds: float) -> None:
-        counts = history.counts()
-        self._ended["episodes"] += 1
-        self._ended["seconds"] += seconds
-        self._ended["paths"] += len(history.last_turns())
-        self._ended["broken"] += sum(counts[str(reason)] for reason in BREAKS)
-        self._ended["abandoned"] += counts["abandoned"]
-        self._ended["auxiliary"] += counts["auxiliary"]
-        self._ended["out_of_time"] += ended.status is None
-        self._ended["died"] += ended.status not in (0, None)
+        counts, ends = history.counts(), self._ended.here
+        ends["episodes"] += 1
+        ends["seconds"] += seconds
+        ends["paths"] += len(history.last_turns())
+        ends["broken"] += sum(counts[str(reason)] for reason in BREAKS)
+        ends["abandoned"] += counts["abandoned"]
+        ends["auxiliary"] += counts["auxiliary"]
+        ends["out_of_time"] += ended.status is None
+        ends["died"] += ended.status not in (0, None)
         lacks_file = self.config.result_file is not None and ended.file is None
         wrong = self.config.reward == "file" and _number(ended.file or "") is None
-        self._ended["no_result"] += ended.status == 0 and (lacks_file or wrong)
+        ends["no_result"] += ended.status == 0 and (lacks_file or wrong)
         if ended.status != 0 and self.config.reward != "exit" and not self._told:
             self._told = True
             LOG.warning("a program earned 0: %s", _describe(ended))
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the programs that ended since the last call, and the grader's."""
-        counts, self._ended = self._ended, defaultdict(float)
+        counts = self._ended.take()
         episodes = counts.pop("episodes", 0)
         metrics = {f"program/{name}": counts[name] / episodes for name in counts if episodes}
         if isinstance(self.task, MetricsSource):

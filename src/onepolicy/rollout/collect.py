@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from onepolicy.config import RolloutConfig, TrainingError
+from onepolicy.envs.counts import counted_apart
 from onepolicy.interfaces import (
     Environment,
     EpisodeError,
@@ -248,18 +249,18 @@ async def collect_rollouts(
     first_index = step * num_groups * (1 + rounds)
     kept: list[Group] = []
     played = rounds_played = 0
-    while len(kept) < num_groups and rounds_played <= rounds:
-        start = first_index + played
-        indices = range(start, start + num_groups - len(kept))
-        groups = await player.play_groups([environment.train_problem(i) for i in indices])
-        kept += [group for group in groups if accept is None or accept(group)]
-        played += len(indices)
-        rounds_played += 1
+    with counted_apart():
+        while len(kept) < num_groups and rounds_played <= rounds:
+            start = first_index + played
+            indices = range(start, start + num_groups - len(kept))
+            groups = await player.play_groups([environment.train_problem(i) for i in indices])
+            kept += [group for group in groups if accept is None or accept(group)]
+            played += len(indices)
+            rounds_played += 1
+        own = environment.take_metrics() if isinstance(environment, MetricsSource) else {}
     if not kept:
         raise _no_group_error(player, played)
-    metrics: dict[str, float] = dict(player.counts)  # a Counter would drop a refill count of 0
-    if isinstance(environment, MetricsSource):
-        metrics |= environment.take_metrics()
+    metrics = dict(player.counts) | own  # a Counter would drop a refill count of 0
     if accept is not None:
         metrics |= {
             "rollout/groups_played": played,

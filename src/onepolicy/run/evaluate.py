@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 from onepolicy.config import EvalConfig, TrainingError
+from onepolicy.envs.counts import counted_apart
 from onepolicy.interfaces import Environment, EpisodeError, MetricsSource, Problem, RolloutEngine
 from onepolicy.rollout.collect import gather_or_cancel, play_episode, request_seed
 from onepolicy.types import Sample, Sampling
@@ -49,9 +50,10 @@ async def evaluate(
     if config.greedy:
         plays += [play(problem, greedy, -1) for problem in problems]
     plays += [play(problem, sampled, member) for problem in problems for member in range(config.k)]
-    episodes = await gather_or_cancel(plays)
-    if isinstance(environment, MetricsSource):
-        environment.take_metrics()  # discarded, or the next step would report them
+    with counted_apart():
+        episodes = await gather_or_cancel(plays)
+        if isinstance(environment, MetricsSource):
+            environment.take_metrics()  # discarded, no step reports them
     solved = [samples[-1].reward >= solved_at for samples in episodes]
     lengths = [sample.response_length for samples in episodes for sample in samples]
     metrics = {"eval/response_length": sum(lengths) / len(episodes)}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from onepolicy.config import EvalConfig, ObjectiveConfig, RolloutConfig, TrainingError
+from onepolicy.envs.counts import Counts
 from onepolicy.interfaces import EpisodeError, Problem
 from onepolicy.objective.advantages import apply_group_baseline, compute_outcomes
 from onepolicy.rollout.collect import collect_rollouts, request_seed
@@ -288,3 +289,37 @@ def test_unread_responses_of_a_grader_count_in_their_step_alone():
     for _ in range(2):
         _, metrics = collect(Engine(), environment)
         assert metrics["rollout/grader_skipped"] == 8
+
+
+def test_rollouts_and_an_evaluation_at_one_time_count_apart():
+    """What one of them does neither leaves nor enters the row of another."""
+
+    class Counting(Failing):
+        counts = Counts()
+
+        async def episode(self, problem, sample, temperature):
+            await asyncio.sleep(0)  # the others go on
+            self.counts.here["episodes"] += 1
+            return await super().episode(problem, sample, temperature)
+
+        def held_out(self, count):
+            return [self.train_problem(8 - number) for number in range(count)]
+
+        def take_metrics(self):
+            return dict(self.counts.take())
+
+    environment, engine = Counting({}), Engine()
+    config = RolloutConfig(prompts_per_step=2, group_size=4)
+
+    async def all_at_once():
+        return await asyncio.gather(
+            *(
+                collect_rollouts(engine, environment, config, PLAIN, step=step, seed=5)
+                for step in range(2)
+            ),
+            evaluate(engine, environment, EvalConfig(problems=3, k=2), stop=(), max_tokens=1),
+        )
+
+    (_, one), (_, other), _ = asyncio.run(all_at_once())
+    assert one == other == {"episodes": 8}
+    assert environment.take_metrics() == {}

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from onepolicy.config import UsageError
+from onepolicy.envs.counts import SKIPPED, TIMEOUTS, Counts
 from onepolicy.envs.tasks.single_turn import extract_answer
 
 LOG = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class MathGrader:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: weakref.finalize | None = None
-        self._timeouts = self._skipped = 0  # since the last take_metrics
+        self._counts = Counts()  # since the last take_metrics
 
     def grade(self, response: str, answer: str, prefix: str = "") -> float:
         r"""Return 1 if the response's answer equals the reference mathematically, else 0.
@@ -71,13 +72,13 @@ class MathGrader:
             return 0.0
         if text == answer.strip():
             return 1.0
-        if self._timeouts >= MAX_TIMEOUTS:
+        if self._counts.here[TIMEOUTS] >= MAX_TIMEOUTS:
             self._count_skipped()
             return 0.0
         if prefix or BARE_RELATION.fullmatch(text):
             text = mark_as_latex(text)
         reply = self._query_worker({"answer": mark_as_latex(answer), "response": text})
-        self._timeouts += reply is None
+        self._counts.here[TIMEOUTS] += reply is None
         return float(reply is not None and reply["equal"])
 
     def take_metrics(self) -> dict[str, float]:
@@ -85,23 +86,19 @@ class MathGrader:
 
         After this, responses are graded again even if too many took too long before.
         """
-        counted = {
-            "rollout/grader_timeouts": self._timeouts,
-            "rollout/grader_skipped": self._skipped,
-        }
-        self._timeouts = self._skipped = 0
-        return {name: float(count) for name, count in counted.items() if count}
+        return {name: count for name, count in self._counts.take().items() if count}
 
     def _count_skipped(self) -> None:
-        if not self._skipped:
+        counts = self._counts.here
+        if not counts[SKIPPED]:
             LOG.warning(
                 "%d responses of this step took the math grader longer than %g s each; the other "
                 "responses earn 0 unread unless they are the reference itself "
                 "(rollout/grader_skipped counts them)",
-                self._timeouts,
+                counts[TIMEOUTS],
                 self.timeout,
             )
-        self._skipped += 1
+        counts[SKIPPED] += 1
 
     def can_parse_answer(self, answer: str) -> bool:
         """Return whether math-verify finds an expression in this reference answer."""

@@ -21,6 +21,7 @@ from onepolicy import bounded
 from onepolicy.bounded import GIB, Limits
 from onepolicy.config import GymTask, UsageError
 from onepolicy.config.spelling import did_you_mean
+from onepolicy.envs.counts import SKIPPED, TIMEOUTS, Counts
 from onepolicy.envs.tasks.seeding import Split, hash_key, seeded_rng, split_of_text
 from onepolicy.envs.warmup.noise import add_character_noise
 from onepolicy.errors import LIBRARY_ERRORS
@@ -151,7 +152,7 @@ class ReasoningGym:
         _check_config(config, section)
         self._datasets: dict[tuple[Split, int], Any] = {}  # the last generator of each split
         self._held_out: list[Problem] = []
-        self._stopped = self._skipped = 0  # responses since the last take_metrics
+        self._counts = Counts()  # of responses since the last take_metrics
         try:
             self._entry("train", 0)
         except LIBRARY_ERRORS as error:
@@ -190,7 +191,7 @@ class ReasoningGym:
         """Return the score of a response that the library evaluates, 0 past the limits."""
         if not safe_to_evaluate(answer):
             return 0.0
-        if self._stopped >= MAX_STOPPED:
+        if self._counts.here[TIMEOUTS] >= MAX_STOPPED:
             self._count_skipped()
             return 0.0
         question = {
@@ -202,30 +203,26 @@ class ReasoningGym:
         try:
             reply = bounded.ask("onepolicy.gym_scores:score", question, GRADING)
         except bounded.StoppedError:
-            self._stopped += 1
+            self._counts.here[TIMEOUTS] += 1
             return 0.0
         return float(reply.info["score"])
 
     def _count_skipped(self) -> None:
-        if not self._skipped:
+        counts = self._counts.here
+        if not counts[SKIPPED]:
             LOG.warning(
                 "%d responses took the grader of %s longer than %g s each or ended it; the other "
                 "responses earn 0 unread unless they are the reference itself, up to the end of "
                 "the step or the evaluation (rollout/grader_skipped counts them)",
-                self._stopped,
+                counts[TIMEOUTS],
                 self.config.name,
                 GRADING.seconds,
             )
-        self._skipped += 1
+        counts[SKIPPED] += 1
 
     def take_metrics(self) -> dict[str, float]:
         """Return the counts since the last call and reset them."""
-        counted = {
-            "rollout/grader_timeouts": self._stopped,
-            "rollout/grader_skipped": self._skipped,
-        }
-        self._stopped = self._skipped = 0
-        return {name: float(count) for name, count in counted.items() if count}
+        return {name: count for name, count in self._counts.take().items() if count}
 
     def reference_response(self, problem: Problem) -> str | None:
         return None  # most data sets accept several forms
