@@ -2,7 +2,7 @@
 
 `study` of a table in docs/data/evidence.json names the runs: `names`, the studies and how the page
 calls them ("a+b": the runs of both, whose seeds differ); `arms`, unset: all; `against`, for pairs
-of arms by seed; `each` = "seed", for the growth of k3 in every arm by seed; `file`, if not
+of arms by seed, of each arm if it is a table; `each` = "seed", for the growth of k3 in every arm by seed; `file`, if not
 runs.jsonl. `turns`: the runs of turn_rows.py.
 """
 
@@ -13,6 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import turn_rows
 from run import PLAN, finished_runs
 from tables import (
@@ -45,7 +46,8 @@ def rows(study: dict[str, Any], values: list[str]) -> list[list[str]]:
             found += by_seed(arms, values)
             continue
         for arm in study.get("arms", arms):
-            for base in study.get("against", [""]):
+            bases = study.get("against", [""])
+            for base in bases[arm] if isinstance(bases, dict) else bases:
                 texts = {"study": label, "arm": arm, "against": base}
                 texts |= paired(arms, base, arm) if base else numbers(list(arms[arm].values()))
                 every = PLAN["study"][parts[0]].get("eval_every")
@@ -109,6 +111,7 @@ def paired(arms: Arms, base: str, arm: str) -> dict[str, str]:
         "mcnemar": f"{mcnemar(only_there, only_here):.2g}",
         "gap": f"{statistics.fmean(gaps):.3f}",
         "gap sd": f"{spread(gaps):.3f}",
+        "gap interval": interval(gaps),
         "wilcoxon": f"{signed_rank(gaps):.1g}",
         "k3 ratio": f"{statistics.median(late):.2g}",
         "k3 lowest": f"{min(late):.2g}",
@@ -116,6 +119,13 @@ def paired(arms: Arms, base: str, arm: str) -> dict[str, str]:
         "k3 lower": str(sum(each < 1 for each in late)),
         "k3 wilcoxon": f"{signed_rank([math.log(each) for each in late]):.2g}",
     }
+
+
+def interval(gaps: list[float]) -> str:
+    """Return the 95% interval of the mean: percentiles of 10,000 means of gaps drawn again."""
+    drawn = np.random.default_rng(0).choice(gaps, size=(10_000, len(gaps)))
+    low, high = np.quantile(drawn.mean(axis=1), (0.025, 0.975))
+    return f"{low:+.3f} to {high:+.3f}"
 
 
 def rounded(value: float, digits: int = 3) -> str:

@@ -115,6 +115,14 @@ def test_a_page_has_late_k3_by_seed(tables):
     assert found["k3 wilcoxon"] == "0.75"  # log ratios 1, -1, -2: ranks 1.5, -1.5, -3
 
 
+def test_the_interval_of_a_mean(tables):
+    """Of 16 gaps the mean's standard error is sd / 4; a mean of equal gaps has none."""
+    interval = importlib.import_module("page_rows").interval
+    assert interval([0.25] * 5) == "+0.250 to +0.250"
+    low, high = map(float, interval([0.1, -0.1] * 8).split(" to "))
+    assert (low, high) == pytest.approx((-0.049, 0.049), abs=0.005)  # 1.96 x 0.1 / 4
+
+
 def test_a_page_puts_the_seeds_of_two_studies_together(study, tmp_path, monkeypatch):
     """Four seeds of one and three of the other, which all fail without replay: p = 2 / 2^7."""
     page_rows = importlib.import_module("page_rows")
