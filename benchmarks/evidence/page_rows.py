@@ -2,8 +2,8 @@
 
 `study` of a table in docs/data/evidence.json names the runs: `names`, the studies and how the page
 calls them ("a+b": the runs of both, whose seeds differ); `arms`, unset: all; `against`, for pairs
-of arms by seed, of each arm if it is a table; `each` = "seed", for the growth of k3 in every arm by seed; `file`, if not
-runs.jsonl. `turns`: the runs of turn_rows.py.
+of arms by seed (a table: for each arm its own); `each` = "seed", for the growth of k3 in every arm
+by seed; `file`, if not runs.jsonl. `turns`: the runs of turn_rows.py.
 """
 
 from __future__ import annotations
