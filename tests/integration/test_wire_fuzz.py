@@ -17,7 +17,7 @@ from onepolicy.sync.signed_store import Invitation, SignedStore
 from onepolicy.train.sharded.wire import Message, batch_message
 from support.token_batches import batch_with
 
-FAST, SLOW = 5_000, 100_000  # altered messages of each reader
+FAST, SLOW = 5_000, 30_000  # altered messages of each reader
 ODD = [None, True, False, 0, -1, 2**70, 1.5, float("nan"), "", "x", "\ud800", "header"]
 ODD += [[], [[]], {}, {"x": 1}, [1, 2, 3], "9" * 300]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FAST, SLOW = 10**4, 10**5  # inputs for each target
+FAST, SLOW = 10**4, 3 * 10**4  # inputs for each target; benchmarks/fuzz.py tries others
 DEEP = "200 lists, one in the other"
 JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, -3, 7, 99, 2**31, 2**63, 2 * 10**8, 10**12, -(10**12)),
