@@ -169,7 +169,7 @@ class Runner:
         url = f"http://127.0.0.1:{self.port}"
         found = []
         for word in line.split():
-            for address in ("http://HOST:8000", "http://127.0.0.1:8000", "URL"):
+            for address in ("http://127.0.0.1:8000", "URL"):
                 word = word.replace(address, url)
             name, bracket, extras = word.partition("[")
             if line.startswith("pip ") and name in WHEEL:

@@ -151,7 +151,9 @@ class History:
         """
         number = len(self.turns)
         facts = tuple(dict.fromkeys(plan.facts + self._facts_about(completion, versions)))
-        root, family = self._family_of(plan, number if asked is None else asked)
+        if asked is None:
+            asked = number
+        root, family = self._family_of(plan, asked)
         if any(each.key == plan.key for each in family):
             facts = (*facts, Reason.RETRY_SIBLING)
         path = self._path_for(plan, family)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from onepolicy.config import RolloutConfig, TrainingError
-from onepolicy.envs.counts import counted_apart
+from onepolicy.counts import counted_apart
 from onepolicy.interfaces import (
     Environment,
     EpisodeError,

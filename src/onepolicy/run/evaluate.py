@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from onepolicy.config import EvalConfig, TrainingError
-from onepolicy.envs.counts import counted_apart
+from onepolicy.counts import counted_apart
 from onepolicy.interfaces import Environment, EpisodeError, MetricsSource, Problem, RolloutEngine
 from onepolicy.rollout.collect import gather_or_cancel, play_episode, request_seed
 from onepolicy.types import Sample, Sampling
