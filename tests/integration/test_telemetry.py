@@ -80,8 +80,9 @@ ACTORS = """
 import json, os, sys
 from onepolicy.launch.ray import connect
 from onepolicy.config import resolve
-from onepolicy.config.cluster import RayCluster
-with connect._connected(RayCluster(kind="ray")):
+tree = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
+config = resolve(tree, ["cluster.kind=ray"])
+with connect._connected(config, config.cluster):
     import ray
     from onepolicy.telemetry import OPT_OUT
 

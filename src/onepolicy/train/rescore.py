@@ -21,7 +21,6 @@ from onepolicy.interfaces import Scorer
 from onepolicy.models.logits_chunks import whole_logits
 from onepolicy.models.top_k_top_p import WHOLE_VOCABULARY, apply_top_k_top_p
 from onepolicy.replay.routers import bind_routers
-from onepolicy.train.pack import micro_batches
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.types import TokenBatch
 
@@ -162,8 +161,7 @@ def _ranks(scorer: Rescorer, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """
     rank = torch.zeros(batch.num_slots, dtype=torch.int64)
     mass_before = torch.zeros(batch.num_slots)
-    budget = scorer.scorer.config.train.tokens_per_micro_batch
-    samples_of_forwards = iter(micro_batches(batch, budget))
+    samples_of_forwards = iter(scorer.scorer.micro_batches(batch))
     temperature = float(batch.temperature[0]) * scorer.factor
 
     def read(logits: Tensor) -> Tensor:

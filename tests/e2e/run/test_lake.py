@@ -23,8 +23,6 @@ def test_reward_rises_on_a_lake(tmp_path, monkeypatch):
     run, policy = tmp_path / "run", f"model.path={tmp_path / 'policy'}"
     assert main(["train", str(recipe), policy, f"out={run}", "log.report=false"]) == 0
     summary = json.loads((run / "summary.json").read_text())
-    assert (
-        summary["reward_last"] > summary["reward_first"] + 0.2
-    )  # 0.45 to 0.49 higher
+    assert summary["reward_last"] > summary["reward_first"] + 0.2  # 0.45 to 0.49 higher
     scores = [row["eval/avg@4"] for row in rows(run) if "eval/avg@4" in row]
     assert scores[-1] > scores[0] + 0.2  # 0.39 to 0.91

@@ -20,9 +20,13 @@ VLLM = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_corre
 class GRPOTrainer(SimpleNamespace):
     """A stand-in: the checks go by this name."""
 
+    accelerator = SimpleNamespace(num_processes=1)
+
 
 class RLOOTrainer(SimpleNamespace):
     """A stand-in: the checks go by this name."""
+
+    accelerator = SimpleNamespace(num_processes=1)
 
 
 class GRPOConfig(SimpleNamespace):

@@ -16,6 +16,8 @@ OFF = TrlSettings(replay="off")
 class GRPOTrainer(SimpleNamespace):
     """A stand-in: the checks go by this name."""
 
+    accelerator = SimpleNamespace(num_processes=1)
+
 
 class AsyncTrainer(SimpleNamespace):
     pass

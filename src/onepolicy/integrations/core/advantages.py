@@ -16,6 +16,7 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.correct.presets import check_config, preset
 from onepolicy.correct.reweight import reweight
+from onepolicy.correct.weights import Average
 
 
 class WeightedAdvantages(NamedTuple):
@@ -91,10 +92,12 @@ def weighted_advantages(
     correction: CorrectionConfig,
     *,
     turn: Tensor | None = None,  # [B, T] int64, turn of each token
+    average: Average = "slots",
 ) -> WeightedAdvantages:
     """Return the advantages [B, T] times the correction's weight of each token.
 
     Call it once per step on all samples: self-normalisation and budgets count over the step.
+    average: of the trainer's loss, over all tokens or over sequences of their means.
 
     Raises:
         UsageError: shapes do not fit together, or as of `onepolicy.reweight`.
@@ -110,7 +113,9 @@ def weighted_advantages(
         nothing = torch.zeros_like(logp_old)
         none = torch.zeros_like(advantages)  # not a product: they may be NaN
         return WeightedAdvantages(none, nothing, torch.zeros_like(mask), {})
-    applied = reweight(logp_old, logp_rollout, mask, correction, turn=turn, advantage=advantages)
+    applied = reweight(
+        logp_old, logp_rollout, mask, correction, turn=turn, advantage=advantages, average=average
+    )
     # A rejected slot may hold an advantage that is not finite.
     corrected = torch.where(applied.keep, advantages * applied.weight, 0.0)
     return WeightedAdvantages(

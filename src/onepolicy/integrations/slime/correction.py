@@ -10,6 +10,7 @@ Both hand on the trainer's masks: a rejected token weighs 0, and the others do n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -254,8 +255,14 @@ def data_parallel_group() -> Any:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process speaks for all."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    """Return whether this process speaks for all that have the loss: those of the last stage."""
+    if not dist.is_initialized():
+        return True
+    mpu = sys.modules.get("megatron.core.parallel_state")
+    if mpu is None or not mpu.model_parallel_is_initialized():  # miles with FSDP
+        return dist.get_rank() == 0
+    data = mpu.get_data_parallel_rank(with_context_parallel=True)
+    return mpu.get_tensor_model_parallel_rank() == data == 0
 
 
 def over_ranks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.integrations.core.advantages import of_a_part
 from onepolicy.integrations.core.armed import ArmedReplay
 from onepolicy.integrations.core.dump import add_routes
 from onepolicy.integrations.core.first_step import FirstStep
 from onepolicy.integrations.core.metrics import (
-    COUNTS,
-    LARGEST,
     mismatch_metrics,
     replay_metrics,
     routing_metrics,
 )
 from onepolicy.integrations.core.supports import add_supports
 from onepolicy.integrations.trl.correction import (
+    average_of,
     correct_generation,
     correct_micro_batch,
 )
@@ -33,7 +33,7 @@ from onepolicy.integrations.trl.preflight import (
     top_k_of,
     trl_scores,
 )
-from onepolicy.integrations.trl.ranks import gather_json
+from onepolicy.integrations.trl.ranks import TrlLog
 from onepolicy.integrations.trl.route_book import RouteBook
 from onepolicy.integrations.trl.settings import TrlSettings
 from onepolicy.integrations.trl.supports import (
@@ -279,13 +279,13 @@ class TrlAdapter:
         if generation is None or self._is_reference(model):
             return self._run_logps(model, *args, **kwargs)
         kwargs["compute_entropy"] = True
-        without = sum(trace is None for trace in generation.traces)
+        without = missing(generation.traces)
         with self._replaying(generation.traces, native=True) as native:
             found = self._run_logps(model, *args, **kwargs)
         generation.logp_vocabulary = self._scorer.logp_vocabulary
         generation.logp, generation.entropy = found[:2]
         generation.native = native
-        generation.dropped = sum(trace is None for trace in generation.traces) - without
+        generation.dropped = missing(generation.traces) - without
         return found
 
     @contextmanager
@@ -349,7 +349,8 @@ class TrlAdapter:
         if generation.traces:
             tokens = (made["prompt_mask"].sum(1) + made["completion_mask"].sum(1)).tolist()
             metrics = replay_metrics(generation.traces, tokens)
-        if self._settings.on_mismatch == "drop" and generation.traces:
+        drops = self._settings.on_mismatch == "drop" and generation.logp is not None
+        if drops and generation.traces:
             metrics["replay/dropped_samples"] = generation.dropped / len(generation.traces)
         if generation.native:
             metrics |= routing_metrics(generation.traces, generation.native)
@@ -370,7 +371,12 @@ class TrlAdapter:
                 self._write_dump(made, generation, logp_native, step)
             if self._settings.correction is not None:
                 metrics |= correct_generation(
-                    made, logp_old, logp_rollout, mask, self._settings.correction
+                    made,
+                    logp_old,
+                    logp_rollout,
+                    mask,
+                    self._settings.correction,
+                    average_of(self._trainer),
                 )
         self._log.add(metrics)
 
@@ -448,13 +454,19 @@ class TrlAdapter:
         """Run the forward with gradient, and correct before TRL computes the loss from it."""
         measure = self._in_training_forward
         traces = inputs.get(ROUTES, [])
+        without = missing(traces)
         with self._replaying(traces, native=measure) as native:
             found = self._run_logps(*args, **kwargs)
+        metrics: dict[str, float] = {}
+        if measure and traces and self._settings.on_mismatch == "drop":
+            metrics["replay/dropped_samples"] = (missing(traces) - without) / len(traces)
         logp_rollout, config = inputs.get(SAMPLED), self._settings.correction
         if logp_rollout is None:
+            self._log.add(metrics)
             return found
+        if config is not None:
+            config = of_a_part(config)
         logp_new, mask = found[0].detach(), response_mask(inputs)
-        metrics: dict[str, float] = {}
         if native:
             metrics |= routing_metrics(traces, native)
         if measure:
@@ -468,6 +480,11 @@ class TrlAdapter:
         return found
 
 
+def missing(traces: Iterable[Trace]) -> int:
+    """Return how many samples have no routes."""
+    return sum(trace is None for trace in traces)
+
+
 def _padded(logps: list[Any], completion_ids: Tensor) -> Tensor:
     """Return lists of log-probabilities as [B, T] float32; NaN for one that is not known."""
     padded = torch.zeros(completion_ids.shape, dtype=torch.float32)
@@ -475,24 +492,3 @@ def _padded(logps: list[Any], completion_ids: Tensor) -> Tensor:
         known = [float("nan") if value is None else value for value in values]
         row[: len(known)] = torch.tensor(known)
     return padded.to(completion_ids.device)
-
-
-class TrlLog:
-    """The numbers that `trainer.log` averages and reports."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def add(self, metrics: dict[str, float]) -> None:
-        """Add numbers of this process. All processes must call it as often."""
-        of_ranks: list[dict[str, float]] = gather_json(self._trainer.accelerator, metrics)
-        names = sorted({name for one in of_ranks for name in one})
-        for name in names:
-            values = [one[name] for one in of_ranks if name in one]
-            value = sum(values) / len(values)
-            last = name.rpartition("/")[2]
-            if last in LARGEST:
-                value = max(values)
-            elif last in COUNTS:
-                value = sum(values)
-            self._trainer._metrics["train"][name].append(value)

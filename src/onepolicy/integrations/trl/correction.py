@@ -18,6 +18,7 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.report import report
+from onepolicy.correct.weights import Average
 from onepolicy.integrations.core.advantages import turns_of, weighted_advantages
 
 OLD, RATIO = "old_per_token_logps", "importance_sampling_ratio"
@@ -29,17 +30,26 @@ def has_one_weight_a_sequence(config: CorrectionConfig) -> bool:
     return levels and all(gate.scope == "sequence" for gate in config.gates)
 
 
+def average_of(trainer: Any) -> Average:
+    """Return what TRL's loss is a mean over. RLOO has no loss_type, and is of sequences."""
+    if getattr(trainer, "loss_type", "rloo") in ("grpo", "sapo", "rloo"):
+        return "sequences"
+    return "slots"
+
+
 def correct_generation(
     generation: MutableMapping[str, Any],  # TRL's batch; its advantages are replaced
     logp_old: Tensor,  # [B, T] float32
     logp_rollout: Tensor,  # [B, T] float32
     mask: Tensor,  # [B, T] bool
     config: CorrectionConfig,
+    average: Average = "slots",
 ) -> dict[str, float]:
     """Weigh the advantages by the part of the correction that is fixed. Return its report.
 
-    TRL's own importance ratio, if it is there, becomes 1: ours replaces it. Where the advantages
-    are [B] and the loss is of whole sequences (RLOO), they stay [B].
+    average: of the trainer's loss (`average_of`). TRL's own importance ratio, if it is there,
+    becomes 1: ours replaces it. Where the advantages are [B] and the loss is of whole sequences
+    (RLOO), they stay [B].
     """
     applied = weighted_advantages(
         generation["advantages"],
@@ -48,6 +58,7 @@ def correct_generation(
         mask,
         config.fixed_part,
         turn=turns_of(mask),
+        average=average,
     )
     generation["advantages"] = applied.advantages
     if "old_logps" in generation:  # RLOO

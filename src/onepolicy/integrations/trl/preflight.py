@@ -188,6 +188,14 @@ def _check_correction(
         found=f"centering {config.centering}",
         fix="it needs the sampler's likeliest tokens, which TRL does not carry; choose another",
     )
+    processes = trainer.accelerator.num_processes
+    report.require(
+        "all samples of the step",
+        processes == 1 or not needs_whole_step(config),
+        found=f"{processes} processes",
+        fix="this correction counts over the whole step, and each process has its own samples "
+        "alone; choose another",
+    )
     report.require(
         f"{config.name} in loss {loss}",
         _loss_takes(trainer, config),

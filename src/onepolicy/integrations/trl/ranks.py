@@ -1,4 +1,4 @@
-"""Small values of all processes of a trainer, sent as JSON. Nothing is unpickled."""
+"""Values of all processes of a trainer, sent as JSON. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import torch
+
+from onepolicy.integrations.core.metrics import COUNTS, LARGEST
 
 
 def gather_json(accelerator: Any, value: Any) -> list[Any]:
@@ -21,4 +23,25 @@ def gather_json(accelerator: Any, value: Any) -> list[Any]:
     own = torch.frombuffer(text, dtype=torch.uint8).to(accelerator.device)
     sizes = gather(torch.tensor([len(own)], device=accelerator.device)).tolist()
     rows = gather(pad_across_processes(own, dim=0)[None]).cpu()
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+class TrlLog:
+    """The numbers that `trainer.log` averages and reports."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """Add numbers of this process. All processes must call it as often."""
+        of_ranks: list[dict[str, float]] = gather_json(self._trainer.accelerator, metrics)
+        names = sorted({name for one in of_ranks for name in one})
+        for name in names:
+            values = [one[name] for one in of_ranks if name in one]
+            value = sum(values) / len(values)
+            last = name.rpartition("/")[2]
+            if last in LARGEST:
+                value = max(values)
+            elif last in COUNTS:
+                value = sum(values)
+            self._trainer._metrics["train"][name].append(value)

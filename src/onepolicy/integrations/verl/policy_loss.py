@@ -69,9 +69,11 @@ def policy_loss(
         turn=turns_of(mask),
         advantage=advantages.float(),
     )
+    # A token that has no ratio is rejected, but 0 times NaN is NaN in verl's loss.
+    known = torch.where(old_log_prob.isfinite() & mask, old_log_prob, log_prob.detach())
     if _correction.surrogate == "pg":
         loss, metrics = core_algos.compute_policy_loss_reinforce(
-            rollout_log_prob=old_log_prob,
+            rollout_log_prob=known,
             log_prob=log_prob,
             advantages=advantages,
             response_mask=response_mask,
@@ -81,7 +83,7 @@ def policy_loss(
         )
     else:
         loss, metrics = core_algos.compute_policy_loss_vanilla(
-            old_log_prob=old_log_prob,
+            old_log_prob=known,
             log_prob=log_prob,
             advantages=advantages,
             response_mask=response_mask,

@@ -73,10 +73,11 @@ class StepDump:
         """Write the rows of a generation. Those of one optimiser step share a file."""
         if step != self._step:
             self._step, self._rows = step, []
+        older = not self._rows  # a file of the step that is there is of a run before this one
         self._rows += rows
         if self._rows:
             rank = self._trainer.accelerator.process_index
-            write_step(self._folder, step, self._rows, rank=rank, framework="trl")
+            write_step(self._folder, step, self._rows, rank=rank, keep_older=older, framework="trl")
 
 
 @torch.no_grad()
