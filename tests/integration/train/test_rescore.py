@@ -7,9 +7,11 @@ from onepolicy.train.rescore import OUTSIDE, Rescorer, fit_support, logp_of
 from support.learner_steps import batch_of, learner_of
 
 
-@pytest.fixture(scope="module")
-def scorer():
-    return learner_of("replay.mode=off", routed=False).scorer
+@pytest.fixture(scope="module", params=[10**6, 40], ids=["one forward", "several"])
+def scorer(request):
+    """With shared prompts a forward has the samples of whole groups."""
+    parts = f"train.tokens_per_micro_batch={request.param}", "train.share_prompts=true"
+    return learner_of("replay.mode=off", *parts, routed=False).scorer
 
 
 def logits_of(scorer, batch):

@@ -464,3 +464,22 @@ def test_samples_of_several_versions_are_counted(caplog):
     with caplog.at_level(logging.WARNING):
         slime.check_samples(ROUTED, [[mixed, finished()]], None)
     assert "1 of 2 samples" in caplog.text
+
+
+def test_the_last_stage_speaks_for_all(monkeypatch):
+    """With pipelines it has the loss, and rank 0 is of the first stage."""
+    ranks = {"tensor": 0, "data": 0}
+    mpu = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_tensor_model_parallel_rank=lambda: ranks["tensor"],
+        get_data_parallel_rank=lambda with_context_parallel: ranks["data"],
+    )
+    assert hooks.is_first_rank()
+    monkeypatch.setattr(hooks.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(hooks.dist, "get_rank", lambda: 8)
+    assert not hooks.is_first_rank()  # FSDP
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", mpu)
+    assert hooks.is_first_rank()
+    for name in ranks:
+        ranks |= {"tensor": 0, "data": 0, name: 1}
+        assert not hooks.is_first_rank()

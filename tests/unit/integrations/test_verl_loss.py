@@ -66,3 +66,22 @@ def test_no_correction_and_two_are_refused(loss):
     loss.configure(op.preset("pg-tis"))
     with pytest.raises(UsageError, match="would correct it twice"):
         of_tokens(loss, rollout_is_weights=torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("preset", ["pg-tis", "ppo-is"])
+def test_a_surrogate_sees_no_value_that_is_not_finite(loss, preset, monkeypatch):
+    """In verl's loss 0 times NaN is NaN. The token is rejected and counted."""
+    seen = []
+
+    def surrogate(rollout_is_weights, **how):
+        seen.append(how.get("old_log_prob", how.get("rollout_log_prob")))
+        return rollout_is_weights, {}
+
+    for name in ("reinforce", "vanilla"):
+        monkeypatch.setattr(loss.core_algos, f"compute_policy_loss_{name}", surrogate)
+    loss.configure(op.preset(preset))
+    old, mask = torch.tensor([[float("nan"), OLD[0, 1]]]), torch.tensor([[True, True]])
+    weights, metrics = loss.policy_loss(old, NEW, torch.tensor([[1.0, -1.0]]), mask)
+    torch.testing.assert_close(seen[0], torch.stack([NEW[0, 0], OLD[0, 1]])[None])
+    assert weights[0, 0] == 0
+    assert metrics["onepolicy/live_kept"] == 1
