@@ -187,7 +187,14 @@ def build_critic(
     trained = load_training_model(model.model_copy(update={"lm_head": "same"}), device)
     protect = "value" in config.correction.protect
     assert config.objective.critic is not None, "the settings set it with baseline = critic"
-    return Critic(trained, config.objective.critic, config.optim, sharding, protect=protect)
+    return Critic(
+        trained,
+        config.objective.critic,
+        config.optim,
+        sharding,
+        protect=protect,
+        autocast=DTYPES.get(config.train.autocast),
+    )
 
 
 def build_reprefill(config: RunConfig, model: ModelConfig, device: torch.device) -> Reprefill:

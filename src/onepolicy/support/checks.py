@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -128,29 +130,41 @@ def displaced_mass(logps: Tensor, support: SupportTrace) -> Tensor:
     return found.index_copy(0, seen, (above - inside).clamp(min=0.0))
 
 
-def check_displaced(displaced: Tensor, segment: Tensor, mask: Tensor, *, age: int = 0) -> None:
+def check_displaced(
+    displaced: Tensor,  # [T] float32 of `displaced_mass`
+    segment: Tensor,  # [T] int64, sample of each slot
+    mask: Tensor,  # [T] bool, sampled tokens
+    *,
+    age: int = 0,
+    samples: Sequence[int] | None = None,
+    moved: int = 0,
+) -> None:
     """Raise SupportError if sets of a sample, or of the batch, are not of the likeliest tokens.
 
-    displaced: [T] float32 of `displaced_mass`. segment: [T] int64, sample of each slot. mask: [T]
-    bool, sampled tokens. age: updates since the oldest token was sampled.
+    age: updates since the oldest token was sampled. samples: what the error calls the samples,
+    which are a part of a minibatch. moved: minibatches of the step that were trained on before.
     """
     seen = mask & ~displaced.isnan()
-    values, samples = displaced[seen], segment[seen]
+    values, segment = displaced[seen], segment[seen]
     if not len(values):
         return
-    zeros = values.new_zeros(int(samples.max()) + 1)
-    count = zeros.index_add(0, samples, torch.ones_like(values))
-    mean = zeros.index_add(0, samples, values) / count
+    zeros = values.new_zeros(int(segment.max()) + 1)
+    count = zeros.index_add(0, segment, torch.ones_like(values))
+    mean = zeros.index_add(0, segment, values) / count
     wrong = ((mean > MOST_DISPLACED) & (count >= LEAST_SEEN)).nonzero()[:, 0].tolist()
     if len(values) >= LEAST_SEEN and float(values.mean()) > MOST_DISPLACED:
-        wrong = sorted(set(samples.tolist()))
+        wrong = sorted(set(segment.tolist()))
     if wrong:
-        stale = ""
+        first, trained, stale = wrong[0], "The batch was not trained on", ""
+        if samples is not None:
+            first = samples[first]
+        if moved:
+            trained = f"Samples are counted within minibatch {moved + 1}; those before it were used"
         if age > 0:
             stale = f" Or they are too old: the oldest tokens were sampled {age} updates ago."
         raise SupportError(
-            f"batch: the supports of {len(wrong)} samples, the first is sample {wrong[0]}, leave "
+            f"batch: the supports of {len(wrong)} samples, the first is sample {first}, leave "
             f"out tokens with {float(mean[wrong[0]]):.0%} of the trainer's probability that are "
             "likelier than ones they have. They are sets of other tokens, other requests or other "
-            f"weights.{stale} The batch was not trained on"
+            f"weights.{stale} {trained}"
         )

@@ -34,6 +34,7 @@ class BypassScoring(ScoringFirst):
         super().__init__(scorer)
         self._buffer: ScoreBuffer | None = None  # while a minibatch is compared
         self._samples: list[int] = []  # of that minibatch, in the batch of the buffer
+        self._moved = 0  # minibatches that were trained on before, in this step
         self._replays_rollout = isinstance(scorer.config.replay, RolloutReplay)
 
     def score(self, batch: TokenBatch) -> TokenBatch:
@@ -42,6 +43,7 @@ class BypassScoring(ScoringFirst):
     @contextmanager
     def minibatch(self, batch: TokenBatch, measured: Measured, *, index: int) -> Iterator[None]:
         """Keep the scores of a step's first minibatch, and compare the routes of every one."""
+        self._moved = index
         if not self._compares(index):
             yield
             return
@@ -84,14 +86,17 @@ class BypassScoring(ScoringFirst):
         with self.scorer.routing_context(micro, native=self._buffer is not None) as handle:
             start = time.perf_counter()
             scored = self._forward(micro, displaced=True)
-            self.scorer.check_displaced(micro, scored.displaced)
+            named = samples
+            if self._buffer is not None:
+                named = [self._samples[i] for i in samples]
+            self.scorer.check_displaced(micro, scored.displaced, named, self._moved)
             if self.scorer.device.type == "cuda":
                 torch.cuda.synchronize(self.scorer.device)
             if self._saves_scoring:
                 measured.seconds += time.perf_counter() - start
             measured.replaced += self._replaced(handle)
             if self._buffer is not None:
-                self._buffer.add_scores([self._samples[i] for i in samples], scored, handle)
+                self._buffer.add_scores(named, scored, handle)
             yield MicroBatch(micro, scored, micro.logp_rollout)
 
 

@@ -62,23 +62,31 @@ class Critic(UpdatePart):
         sharding: FSDPSharding | None = None,
         *,
         protect: bool = False,
+        autocast: torch.dtype | None = None,
     ) -> None:
         """Build the critic.
 
         model: a second copy of the policy, prepared for training; its language head is not used.
-        protect: also learn from slots that the correction rejects.
+        protect: also learn from slots that the correction rejects. autocast: of its forwards.
         """
         backbone = model.base_model
         assert isinstance(backbone, PreTrainedModel)
         self.values = ValueModel(backbone)
         if sharding is not None:
             sharding.shard(self.values)
-        self.config, self.protect = config, protect
+        self.config, self.protect, self.autocast = config, protect, autocast
         device = next(self.values.parameters()).device
         self.optimizer = adamw(self.values, optim.model_copy(update={"lr": config.lr}), device)
 
     def fill_fields(self, batch: TokenBatch, scorer: PolicyScorer) -> TokenBatch:
-        return batch.replace(value=scorer.compute_per_slot(batch, self.values))
+        return batch.replace(value=scorer.compute_per_slot(batch, self._values))
+
+    def _values(self, batch: TokenBatch) -> Tensor:
+        """Return the values [T] float32."""
+        device, on = batch.input_ids.device.type, self.autocast is not None
+        with torch.autocast(device, self.autocast, enabled=on):
+            values: Tensor = self.values(batch)
+        return values
 
     def backward(self, micro: MicroBatch, slots: int, measured: Measured) -> None:
         batch = micro.batch
@@ -89,7 +97,7 @@ class Critic(UpdatePart):
         if self.protect:
             mask = batch.trainable
         loss, clipped = value_loss(
-            self.values(batch), batch.value, batch.value_target, clip=self.config.clip
+            self._values(batch), batch.value, batch.value_target, clip=self.config.clip
         )
         total = torch.where(mask, loss, 0.0).sum()
         (total / slots).backward()

@@ -200,7 +200,8 @@ class LocalLearner:
         slots, sums = batch.num_trainable, measured.sums
         metrics = {f"train/{name}": sums[name] / slots for name in sums if name != "kept"}
         if measured.replaced:
-            metrics["train/soft_replaced"] = float(torch.stack(measured.replaced).mean())
+            replaced, rows = torch.stack(measured.replaced).sum((0, 2)).tolist()
+            metrics["train/soft_replaced"] = replaced / max(rows, 1.0)
         if measured.seconds:
             metrics["time/score_saved"] = measured.seconds
         for part in self.parts:

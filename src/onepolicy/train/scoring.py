@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from onepolicy.replay.contexts import ReplayHandle, RouteRecorder
@@ -81,5 +82,7 @@ class ScoringFirst:
 
     def _replaced(self, handle: RouteRecorder | ReplayHandle | None) -> list[Tensor]:
         if self.scorer.replay_mode.is_soft and isinstance(handle, ReplayHandle):
-            return [handle.replaced_fraction()]
+            rows = handle.trace.valid.sum()
+            share = handle.replaced_fraction().nan_to_num()  # of no valid row it is NaN
+            return [torch.stack([share * rows, rows.expand_as(share).to(share)])]
         return []

@@ -36,7 +36,8 @@ class Measured:
     sums: Counter[str] = field(default_factory=Counter)  # over slots
     seconds: float = 0.0  # of the forwards that replace a scoring forward (bypass)
     replaced: list[Tensor] = field(default_factory=list)
-    """[L] of each forward in soft replay: the fraction of experts that were replaced."""
+    """[2, L] of each forward in soft replay: the share of experts that were replaced, times its
+    rows, and these rows."""
     correction: Sums | None = None  # of the correction's current-policy part
     scored: TokenBatch | None = None  # as the update scored it, before its optimiser
 

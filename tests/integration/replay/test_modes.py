@@ -304,6 +304,21 @@ def test_soft_reports_its_replace_rate() -> None:
     assert "train/soft_replaced" not in one_step(learner_of(), batch)[1]
 
 
+def test_the_share_that_soft_replay_replaces_is_of_all_rows_however_they_are_divided():
+    """Also where the samples of a forward have no routes."""
+    batch = batch_of()
+    known = batch.routing.valid & (batch.segment >= 4)
+    batch = batch.replace(routing=dataclasses.replace(batch.routing, valid=known))
+    settings = ("replay.mode=soft", "replay.ratio=0.9", "replay.missing=native")
+    found = []
+    for budget in (10**6, 30):
+        parts = f"train.tokens_per_micro_batch={budget}", "train.share_prompts=false"
+        learner = learner_of(*settings, *parts)
+        found.append(one_step(learner, batch)[1]["train/soft_replaced"])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert 0.05 < found[0] < 1
+
+
 MODES = {
     "r2": ["replay.mode=r2", "objective.num_minibatches=2"],
     "soft": ["replay.mode=soft", "replay.ratio=0.5"],

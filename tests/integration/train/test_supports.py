@@ -17,6 +17,7 @@ from onepolicy.support.checks import SupportError
 from onepolicy.support.score import support_logits
 from onepolicy.support.trace import KeptSet, SupportTrace
 from onepolicy.train.forward import forward, tempered_logits
+from onepolicy.train.pack import minibatches as minibatches_of
 from onepolicy.train.sharded.wire import Message, batch_from_message, batch_message
 from onepolicy.types import Sampling
 from support.engine_runs import prompts, run
@@ -324,3 +325,29 @@ def test_ranks_get_the_sets():
     bounds = batch.cu_seqlens.tolist()
     expected = [batch.support.at(slice(bounds[s], bounds[s + 1])) for s in (5, 2)]
     assert chosen.support == SupportTrace.concat(expected)
+
+
+@pytest.mark.parametrize(("minibatches", "wrong"), [(1, 3), (2, 6)])
+def test_a_bypass_names_the_sample_and_what_was_trained_on(minibatches, wrong):
+    """Its forwards are of parts of a minibatch, and the second one comes after a step."""
+    learner = learner_of(
+        *("rollout.sampling.top_p=0.8", "correction.preset=ppo-is", "optim.lr=1e-6"),
+        *("train.tokens_per_micro_batch=50", "train.share_prompts=false"),
+        f"objective.num_minibatches={minibatches}",
+    )
+    with torch.no_grad():
+        learner.model.get_output_embeddings().weight.mul_(PEAKED)
+    batch = sampled(learner.model, {"top_p": 0.8}, temperature=1.0, tokens=24)
+    batch = batch.replace(outcome=torch.tensor([1.0, -1.0] * 4), group=torch.arange(8) // 2)
+    right, other = batch.support.split(), least_likely(batch, learner).split()
+    slots = set(batch.slots_of([wrong]).tolist())
+    sets = [other[slot] if slot in slots else right[slot] for slot in range(batch.num_slots)]
+    batch = batch.replace(support=SupportTrace.join(sets))
+    (which,) = [m for m, own in enumerate(minibatches_of(batch, minibatches)) if wrong in own]
+    name = minibatches_of(batch, minibatches)[which].index(wrong)
+    words = "The batch was not trained on"
+    if which:
+        words = "counted within minibatch 2; those before it were used"
+    with pytest.raises(SupportError, match=f"the first is sample {name}, .*{words}"):
+        one_step(learner, batch)
+    assert learner.updates == which

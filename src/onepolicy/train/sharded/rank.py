@@ -163,7 +163,7 @@ class RankLearner(LocalLearner):
         corrections = []
         for of_rank in gather_measured(own, self.ranks):
             measured.sums.update(of_rank.sums)
-            measured.replaced += [row for row in of_rank.replaced if row.isfinite().all()]
+            measured.replaced += of_rank.replaced
             if of_rank.correction is not None:
                 corrections.append(of_rank.correction)
             own.seconds = max(own.seconds, of_rank.seconds)

@@ -318,6 +318,17 @@ def test_bfloat16_forward_with_float32_masters(setting, two, folder):
     assert any(bool(((d != 0) & (d.abs() < 1e-6)).any()) for d in moved)
 
 
+def test_a_critic_computes_in_the_dtype_of_autocast(folder):
+    learner = learner_on(None, folder, [*QWEN, "objective.preset=ppo", "train.autocast=bfloat16"])
+    found = set()
+    projection = learner.critic.values.backbone.layers[0].self_attn.q_proj
+    projection.register_forward_hook(lambda *seen: found.add(seen[-1].dtype))
+    _, metrics, _ = one_step(learner, batch_for(learner))
+    assert found == {torch.bfloat16}
+    assert projection.weight.dtype == torch.float32
+    assert metrics["train/value_loss"] > 0
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_checkpoint_names_by_layer_equal_those_of_the_whole(family):
     model = make(family)
