@@ -7,8 +7,9 @@ import re
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from onepolicy.report.figures.causes import breakdowns, distribution, fall_title, noise, waterfall
+from onepolicy.report.figures.causes import breakdowns, distribution, fall_title, waterfall
 from onepolicy.report.measure import (
+    alone_rows,
     breakdown_rows,
     comparison,
     distribution_table,
@@ -103,7 +104,7 @@ TREE = {
 
 
 VIEWS = [(390, False), (1280, True)]
-CAUSES = {"waterfall", "noise", "distribution", *(f"breakdown-{i}" for i in range(5))}
+CAUSES = {"waterfall", "distribution", *(f"breakdown-{i}" for i in range(5))}
 ROUTING = {"routers", "tokens", "sequences", "layers", "gate-mass"}
 DISTANCE = {"f_tau", "scatter-without_replay", "scatter-with_replay", "scatter-dense"}
 
@@ -163,12 +164,12 @@ def test_headings_are_in_order(report):
 def test_the_inspection_sees_cut_titles_and_errors(report, tmp_path):
     """A title too long for its figure and a page that throws must fail the tests above."""
     page = report.read_text(encoding="utf-8")
-    page = page.replace("nats per token (log)", "nats per token " * 30)
+    page = page.replace("rollout probability", "rollout probability " * 30)
     throws = "<script>throw Error('planted')</script><script>"
     page = page.replace('<script id="plotly">', throws)
     (view,) = inspected(page, tmp_path, [(390, False)])
     assert any("planted" in error for error in view["errors"])
-    assert any(text.startswith("noise: nats per token") for text in view["cut"])
+    assert any(text.startswith("scatter-dense: rollout probability") for text in view["cut"])
 
 
 @pytest.mark.parametrize("palette", [LIGHT, DARK])
@@ -304,7 +305,6 @@ def test_a_negligible_gap_has_no_percentages_and_no_intervals():
         assert set(trace["error_x"]["array"] + trace["error_x"]["arrayminus"]) == {0.0}
         assert "(" not in str(trace["text"])
     assert [row[2] for row in waterfall_rows(small)] == ["\u2013"] * 4
-    assert noise(small).title == "Every change by itself is too small to matter"
     plain = {"mismatch/k3": 9e-5, "mismatch/f2": 0.0}
     metrics = {"without_replay": plain, "with_replay": {"mismatch/k3": 3e-5}}
     assert tiles(small | {"metrics": metrics})[1][2] == "both are too small to matter"
@@ -312,11 +312,11 @@ def test_a_negligible_gap_has_no_percentages_and_no_intervals():
     assert tiles(small | {"metrics": metrics})[1][2] == "3.33 times less"
 
 
-def test_noise_is_compared_with_the_gap():
-    drawn = noise(TREE)
-    (points,) = drawn.data
-    assert [name.split("<br>")[0] for name in points["y"]] == ["trainer, repeated", "batch shape"]
-    assert points["marker"]["symbol"] == ["circle-open", "circle"]  # exactly 0 is said to be 0
-    assert points["x"][1] == 1e-9
-    assert drawn.layout["shapes"][0]["x0"] == 5e-3
-    assert drawn.title == "No change by itself comes near the gap"
+def test_each_change_alone_and_each_repeat_is_a_row():
+    how = "k3 between two passes: the same forward a second time, packed in the opposite order"
+    large = {"name": "bfloat16", "how": "packed", "nats": estimate(4e-3)}
+    assert alone_rows(TREE | {"alone": [*TREE["alone"], large]}) == [
+        ("trainer, repeated", "0", "\u2013", how),
+        ("batch shape", "1e-9", "\u2013", "alone"),  # no interval where it is too small to matter
+        ("bfloat16", "4e-3", "2e-3 \u2013 6e-3", "packed"),
+    ]

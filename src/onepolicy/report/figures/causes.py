@@ -1,4 +1,4 @@
-"""Causes and places of a gap: waterfall, single changes, breakdowns, whole distributions.
+"""Causes and places of a gap: waterfall, breakdowns, whole distributions.
 
 Input: the tree of OUT/measure.json.
 """
@@ -23,9 +23,7 @@ from onepolicy.report.figures.parts import (
     Spec,
     axis,
     bars,
-    limit,
     line,
-    markers,
 )
 from onepolicy.report.figures.tokens import beyond
 from onepolicy.report.words import Tree
@@ -33,13 +31,6 @@ from onepolicy.verdict.declared import HARMLESS_KL
 from onepolicy.verdict.rules import SMALL
 
 ROW = 46  # pixels of one row of a horizontal figure
-REPEATED = {  # metric -> (name, description of the repetition)
-    "counterfactual/repeat/k3": (
-        "trainer, repeated",
-        "the same forward a second time, packed in the opposite order",
-    ),
-    "engine_all/k3": ("engine, repeated", "the same requests with the same seeds a second time"),
-}
 
 
 def distribution(found: Tree) -> Figure:
@@ -132,61 +123,6 @@ def fall_title(fall: Tree) -> str:
     if first["removed"]["low"] > 0:
         return title
     return f"{title}, though its interval includes 0"
-
-
-def noise(tree: Tree) -> Figure:
-    """Draw the effect of single changes by themselves, on a log axis beside the whole gap."""
-    rows, total = noise_rows(tree), tree["waterfall"]["total"]["value"]
-    scale = LogScale.of([v for _, each, _ in rows for v in (each["value"], each["high"])], [total])
-    names = [_named(name, number(each["value"])) for name, each, _ in rows]
-    values = [each["value"] for _, each, _ in rows]
-    lifted = scale.lift(values)
-    above, below = [], []
-    for (_, each, _), x in zip(rows, lifted, strict=True):
-        shown = shows_interval(each)
-        above.append(max(0.0, each["high"] - x) * shown)
-        below.append(max(0.0, x - max(each["low"], scale.floor)) * shown)
-    marker = {"symbol": scale.symbols(values, "circle"), "size": 10}
-    look = {"marker": marker, "hovertemplate": "%{x:.3g} nats<extra></extra>"}
-    points = markers("", lifted, names, NEUTRAL, error_x=_whiskers(above, below, "@ink"), **look)
-    layout = {
-        "xaxis": scale.axis("nats per token (log)", steps=2) | {"tickangle": 0},
-        "yaxis": _rows(names),
-        "showlegend": False,
-    }
-    if total > 0:
-        gap, text = limit(total, "the gap", vertical=True)
-        gap["line"] = {"color": "@rollout", "width": 1.5, "dash": "dash"}
-        layout |= {"shapes": [gap], "annotations": [text | {"xanchor": "right", "xshift": -3}]}
-    note = (
-        "Each change by itself, so these do not add up. The dashed line is the whole gap; an "
-        "open circle at the left end is at or below 0. Whiskers: 95% bootstrap over sequences, "
-        f"where that reaches {number(HARMLESS_KL)}."
-    )
-    title, height = _noise_title(rows, total), 90 + ROW * len(names)
-    return Figure("noise", title, note, [points], layout, "wide", height=height)
-
-
-def noise_rows(tree: Tree) -> list[tuple[str, Tree, str]]:
-    """Return (name, estimate, description) of every single change; repeats have no interval."""
-    repeated, out = tree["metrics"]["repeated_forward"], []
-    for key, (name, how) in REPEATED.items():
-        if key in repeated:
-            estimate = dict.fromkeys(("value", "low", "high"), repeated[key])
-            out.append((name, estimate, f"k3 between two passes: {how}"))
-    return [*out, *((each["name"], each["nats"], each["how"]) for each in tree["alone"])]
-
-
-def _noise_title(rows: list[tuple[str, Tree, str]], total: float) -> str:
-    name, largest, _ = max(rows, key=lambda row: row[1]["value"])
-    if max(total, largest["value"]) < HARMLESS_KL:
-        return f"Every change by itself is {SMALL}"
-    if total <= 0 or largest["value"] < 0.1 * total:
-        return "No change by itself comes near the gap"
-    title = f"By itself, {name} moves {number(largest['value'])} nats per token"
-    if total < HARMLESS_KL:
-        return title
-    return f"{title}: {number(largest['value'] / total)} times the gap"
 
 
 def breakdowns(tree: Tree) -> list[Figure | Absent]:
