@@ -294,13 +294,19 @@ def alone_rows(tree: Tree) -> list[tuple[str, ...]]:
     return rows
 
 
-def breakdown_rows(rows: Sequence[Tree]) -> list[tuple[str, ...]]:
-    """Return the rows under ROW_HEADER."""
-    return [
+def breakdown(name: str, rows: Sequence[Tree]) -> Table:
+    """Return the gap by parts of the tokens, of which the title names the one with most of it."""
+    told = [
         (r["name"], f"{r['tokens']:,}", number(r["k3"]), number(r["mean_dlogp"]),
          number(r["share"], share=True))
         for r in rows
     ]  # fmt: skip
+    most, tokens = max(rows, key=lambda row: row["share"]), sum(row["tokens"] for row in rows)
+    of_gap, of_tokens = (
+        number(share, share=True) for share in (most["share"], most["tokens"] / tokens)
+    )
+    title = f"By {name}: {most['name']} holds {of_gap} of the gap on {of_tokens} of the tokens"
+    return Table(ROW_HEADER, told, title)
 
 
 def write_report(out: Path, *, png: bool = False) -> Path:
@@ -346,7 +352,7 @@ def _sections(tree: Tree, tensors: dict[str, np.ndarray]) -> list[Section]:
         Section(
             "Where the gap sits",
             "Which tokens carry more than their share of it?",
-            causes.breakdowns(tree),
+            [breakdown(name, rows) for name, rows in tree["breakdowns"].items()],
             folded=quiet,
         ),
         Section(
@@ -377,10 +383,6 @@ def _tables(tree: Tree) -> list[Table]:
         Table(comparison_header(tree), comparison(tree), "All scorings"),
         Table(ENGINE_HEADER, engine_rows(tree), "The engine against itself"),
         Table(FALL_HEADER, waterfall_rows(tree), "Waterfall", texts=True),
-        *(
-            Table(ROW_HEADER, breakdown_rows(rows), f"By {name}")
-            for name, rows in tree["breakdowns"].items()
-        ),
         Table(FORECAST_HEADER, forecasts, "Corrections, predicted for what is left"),
     ]
     if whole is not None:

@@ -7,10 +7,10 @@ import re
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from onepolicy.report.figures.causes import breakdowns, distribution, fall_title, waterfall
+from onepolicy.report.figures.causes import distribution, fall_title, waterfall
 from onepolicy.report.measure import (
     alone_rows,
-    breakdown_rows,
+    breakdown,
     comparison,
     distribution_table,
     engine_rows,
@@ -37,7 +37,6 @@ def bar(name, removed, left):
 
 ROW = {"name": "0 to 8", "tokens": 10, "k3": 1e-3, "mean_dlogp": 0.02, "share": 1.0}
 TURNS = [ROW | {"name": "turn 1", "share": 0.7843}, ROW | {"name": "turn 2", "share": 0.2157}]
-"""Their axis ends at 80%, under which a label stands."""
 ROUTES = {"routing/routers": 0.1, "routing/tokens": 0.5}
 WORST = {"sequence": 0, "place": 3, "before": "1+</pre>", "token": "<b>", "after": "2"}
 CANDIDATES = [
@@ -104,7 +103,7 @@ TREE = {
 
 
 VIEWS = [(390, False), (1280, True)]
-CAUSES = {"waterfall", "distribution", *(f"breakdown-{i}" for i in range(5))}
+CAUSES = {"waterfall", "distribution"}
 ROUTING = {"routers", "tokens", "sequences", "layers", "gate-mass"}
 DISTANCE = {"f_tau", "scatter-without_replay", "scatter-with_replay", "scatter-dense"}
 
@@ -256,16 +255,12 @@ def test_waterfall_bars_stand_between_their_levels():
     assert [row[1] for row in table] == ["", "-4e-3", "+1e-3", ""]
     assert table[1][2] == "-6e-3 \N{EN DASH} -2e-3"
     assert less["text"] == ["-4e-3 nats (-6e-3 \N{EN DASH} -2e-3)"]
-    assert breakdown_rows([ROW]) == [("0 to 8", "10", "1e-3", "0.02", "100%")]
 
 
 def test_parts_of_the_gap_stand_beside_parts_of_the_tokens():
-    drawn = {figure.layout["yaxis"]["title"]["text"]: figure for figure in breakdowns(TREE)}
-    of_tokens, of_gap = drawn["turn"].data
-    assert (of_tokens["name"], of_gap["name"]) == ("of the tokens", "of the gap")
-    assert of_tokens["y"] == of_gap["y"] == ["turn 1", "turn 2"]
-    assert (of_tokens["x"], of_gap["x"]) == ([0.5, 0.5], [0.7843, 0.2157])
-    assert drawn["turn"].title == "By turn: turn 1 holds 78.4% of the gap on 50% of the tokens"
+    found = breakdown("turn", TURNS)
+    assert found.rows[0] == ("turn 1", "10", "1e-3", "0.02", "78.4%")
+    assert found.title == "By turn: turn 1 holds 78.4% of the gap on 50% of the tokens"
 
 
 def test_shares_are_percentages_in_the_tables():

@@ -1,4 +1,4 @@
-"""Causes and places of a gap: waterfall, breakdowns, whole distributions.
+"""Causes of a gap as a waterfall, and whole distributions.
 
 Input: the tree of OUT/measure.json.
 """
@@ -15,7 +15,6 @@ from onepolicy.report.figures.parts import (
     SOFT,
     WITH,
     WITHOUT,
-    Absent,
     Figure,
     LineStyle,
     LogScale,
@@ -123,35 +122,6 @@ def fall_title(fall: Tree) -> str:
     if first["removed"]["low"] > 0:
         return title
     return f"{title}, though its interval includes 0"
-
-
-def breakdowns(tree: Tree) -> list[Figure | Absent]:
-    """Draw the share of the gap against the share of the tokens, for every breakdown."""
-    out: list[Figure | Absent] = []
-    height = 110 + ROW * max(map(len, tree["breakdowns"].values()))
-    for i, (name, rows) in enumerate(tree["breakdowns"].items()):
-        labels, gap = [row["name"] for row in rows], [row["share"] for row in rows]
-        tokens = sum(row["tokens"] for row in rows)
-        shares = [row["tokens"] / tokens for row in rows]
-        flat = {"orientation": "h", "hovertemplate": "%{y}: %{x:.1%}<extra></extra>"}
-        data = [
-            bars("of the tokens", shares, labels, SOFT, **flat),
-            bars("of the gap", gap, labels, NEUTRAL, **flat),
-        ]
-        span = [0, 1.02 * max([*gap, *shares])]
-        legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
-        layout = {
-            "xaxis": axis("share", tickformat=".0%", range=span, nticks=6),
-            "yaxis": _rows(labels) | {"title": {"text": name}},
-            "legend": legend | {"traceorder": "reversed"},
-        }
-        most = max(rows, key=lambda row: row["share"])
-        of_gap = number(most["share"], share=True)
-        of_tokens = number(most["tokens"] / tokens, share=True)
-        title = f"By {name}: {most['name']} holds {of_gap} of the gap on {of_tokens} of the tokens"
-        note = "A dark bar longer than its light one: these tokens are worse than average."
-        out.append(Figure(f"breakdown-{i}", title, note, data, layout, height=height))
-    return out
 
 
 def shows_interval(estimate: Tree) -> bool:
