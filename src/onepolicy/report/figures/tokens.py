@@ -1,4 +1,4 @@
-"""Sampled tokens under both engines: F(tau), probability scatter, histogram of log ratios.
+"""Sampled tokens under both engines: F(tau) and probability scatter.
 
 `beyond` draws every share of things larger than x: tokens (F(tau)), positions, steps.
 """
@@ -17,7 +17,6 @@ from onepolicy.correct.report import BINS_PER_SIGN, GROWTH, SMALLEST, histogram
 from onepolicy.notation import counted, number
 from onepolicy.record.statistics import Statistics
 from onepolicy.report.figures.parts import (
-    RHO,
     TAU,
     Array,
     Figure,
@@ -233,34 +232,6 @@ def subsample(difference: Array, budget: int) -> Array:
     kept = min(KEPT_EXTREMES, budget)
     rest = np.random.default_rng(0).choice(order[kept:], size=budget - kept, replace=False)
     return np.sort(np.concatenate([order[:kept], rest]))
-
-
-def log_ratios(
-    series: Sequence[Series], spans: Sequence[tuple[float, float, float]], covered: float
-) -> Figure:
-    """Draw densities of log rho. spans: its 1%, 50% and 99% quantiles. covered: share of tokens."""
-    data = []
-    for each in series:
-        data.append(line(each.label, list(each.x), list(each.y), each.style))
-        data[-1]["line"] |= {"shape": "hvh"}
-    shown = number(covered, share=True)
-    note = f"Density of log {RHO}, {RHO} = p_trainer / p_rollout, over {shown} of the tokens."
-    layout = {"xaxis": axis(f"log {RHO} (nats)"), "yaxis": axis("density", rangemode="tozero")}
-    parts = [
-        f"{each.label}: " * (len(series) > 1) + _describe_log_ratios(*span)
-        for each, span in zip(series, spans, strict=True)
-    ]
-    return Figure("log_ratio", "; ".join(parts), note, data, layout)
-
-
-def _describe_log_ratios(low: float, middle: float, high: float) -> str:
-    text = f"log {RHO} of 98% of the tokens is from {number(low)} to {number(high)}"
-    reach = max(abs(low), abs(high))
-    if reach == 0:
-        return f"{text}, exactly 0"
-    if abs(low + high) > reach or abs(middle) > 0.1 * reach:
-        return f"{text}, to one side of 0"
-    return f"{text}, centred on 0"
 
 
 def _spot(tau: float, share: float, style: LineStyle, scale: LogScale) -> Spec:
