@@ -17,7 +17,7 @@ import numpy as np
 
 Spec = dict[str, Any]
 Array = np.ndarray
-Width = Literal["third", "half", "two-thirds", "wide"]
+Width = Literal["third", "half", "wide"]
 
 TAU = "\N{GREEK SMALL LETTER TAU}"
 RHO = "\N{GREEK SMALL LETTER RHO}"

@@ -1,6 +1,6 @@
 """Sampled tokens under both engines: F(tau) and probability scatter.
 
-`beyond` draws every share of things larger than x: tokens (F(tau)), positions, steps.
+`beyond` draws every share of things larger than x: tokens (F(tau)), positions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from onepolicy.report.figures.parts import (
     line,
     markers,
 )
-from onepolicy.report.figures.steps import F2_LIMITS, K3_LIMITS
-from onepolicy.verdict.rules import QUIET_KL
+from onepolicy.report.figures.steps import F2_LIMITS
 
 MAX_POINTS = 20_000  # of all scatters together: SVG stays usable
 KEPT_EXTREMES = 500  # per scatter; the rest is a random subsample
@@ -129,13 +128,9 @@ def extreme_tokens(tails: Sequence[Tail], where: str = "", width: Width = "wide"
             title = f"{share} of the tokens are off by more than a factor of 2"
     figure = beyond("f_tau", title, note, curves, xaxis, f"share beyond {TAU} (log)", scale, width)
     figure.data.extend(spots)
-    return _limited(figure, F2_LIMITS)
-
-
-def _limited(figure: Figure, limits: dict[float, str], *, vertical: bool = False) -> Figure:
-    lines = [limit(at, meaning, vertical=vertical) for at, meaning in limits.items()]
-    figure.layout["shapes"] = [shape for shape, _ in lines]
-    figure.layout["annotations"] = [text for _, text in lines]
+    limits = [limit(at, meaning) for at, meaning in F2_LIMITS.items()]
+    figure.layout["shapes"] = [shape for shape, _ in limits]
+    figure.layout["annotations"] = [text for _, text in limits]
     return figure
 
 
@@ -160,35 +155,6 @@ def beyond(
         data.append(line(each.label, x, y, each.style, hovertemplate="%{x:.3g}: %{y:.2g}"))
         data[-1]["line"]["width"] = 2.4
     return Figure(name, title, note, data, {"xaxis": xaxis, "yaxis": scale.axis(unit)}, width)
-
-
-def large_steps(series: Sequence[Series], width: Width = "third") -> Figure:
-    """Draw the share of steps whose k3 is above x. Series of one label count together."""
-    arms: dict[str, list[Series]] = {}
-    for each in series:
-        arms.setdefault(each.label, []).append(each)
-    data, above = [], []
-    for label, parts in arms.items():
-        values = np.concatenate([np.asarray(each.y, dtype=float) for each in parts])
-        values = np.sort(values[np.isfinite(values)])
-        count = int((values > QUIET_KL).sum())
-        above.append(f"{count} of {len(values)} {label}")
-        shares = 1 - np.arange(len(values)) / max(1, len(values))
-        x, y = values.tolist(), shares.tolist()
-        data.append(line(label, [*x, *x[-1:]], [*y, *[0.0] * bool(x)], parts[0].style))
-        data[-1]["line"] |= {"width": 2.4, "shape": "vh"}
-    scale = LogScale.of(*(each.y for each in series), K3_LIMITS)
-    for trace in data:
-        trace["x"] = scale.lift(trace["x"])
-    percent = {"range": [-0.02, 1.04], "tickformat": ".0%", "nticks": 6}
-    layout = {
-        "xaxis": scale.axis("k3, nats per token", steps=4) | {"tickangle": 0},
-        "yaxis": axis("share of steps above", **percent),
-    }
-    title = f"Steps above {number(QUIET_KL)}: {', '.join(above)}"
-    limits = dict.fromkeys(K3_LIMITS, "")
-    figure = Figure("above", title, "How often k3 is larger than x.", data, layout, width)
-    return _limited(figure, limits, vertical=True)
 
 
 def scatter(name: str, pairs: Pairs, budget: int, where: str = "", width: Width = "half") -> Figure:
