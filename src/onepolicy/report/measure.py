@@ -18,7 +18,7 @@ from onepolicy.config.secrets import without_secrets
 from onepolicy.notation import DASH, counted, number
 from onepolicy.report.figures import causes, groups, routing, tokens
 from onepolicy.report.figures.causes import change, interval, remainder, signed
-from onepolicy.report.figures.parts import DENSE, WITH, WITHOUT, Absent, Figure, Series, Width
+from onepolicy.report.figures.parts import DENSE, WITH, WITHOUT, Absent, Figure, Width
 from onepolicy.report.page import Card, Excerpt, Page, Section, Table, Tile, write_page
 from onepolicy.report.png import write_figures
 from onepolicy.report.terminal import told, verdict_parts
@@ -406,16 +406,20 @@ def distance_figures(tree: Tree, tensors: dict[str, np.ndarray]) -> tuple[Drawn,
     ]
     drawn += turns(tree)
 
-    def series(tensor: str) -> list[Series]:
-        found = {name: tensors.get(f"{name}.{tensor}") for name in shown}
-        return [Series(*SCORINGS[n], values) for n, values in found.items() if values is not None]
-
-    if not series("experts_differing"):
+    differing, mass = (
+        [
+            series
+            for name in shown
+            for series in routing.by_layer(*SCORINGS[name], tree["metrics"][name], metric)
+        ]
+        for metric in (routing.LAYER, routing.GATE_MASS)
+    )
+    if not differing:
         return drawn, [routing.NO_ROUTERS]
     mode = "off"
     if "with_replay" in shown:
         mode = tree["config"].get("replay", {}).get("mode", "r3")
-    return drawn, routing.routing_figures(series, mode=mode)
+    return drawn, routing.routing_figures(differing, mass, mode=mode)
 
 
 def turns(tree: Tree) -> list[Figure]:

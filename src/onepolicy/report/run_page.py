@@ -317,20 +317,19 @@ def token_figures(run: Run) -> Drawn:
 
 
 def routing_figures(run: Run) -> Drawn:
-    """Return the figures of differing experts of the last probe."""
+    """Return the figures of differing experts of the last step that was scored twice."""
     if not run.names("routing/"):
         return [routing.NO_ROUTERS]
-    if run.probe is None:
-        return [Absent("routing", f"Routing: {NO_PROBE}.")]
-    probe = run.probe
-
-    def series(tensor: str) -> list[Series]:
-        trained, native = probe.both(tensor)
-        sides = ((WITHOUT, native), (trained_label(run), trained))
-        return [Series(*look, values) for look, values in sides if values is not None]
-
+    measured = [row for row in run.rows if any(name.startswith(routing.LAYER) for name in row)]
+    if not measured:
+        why = f"metrics.jsonl has no {routing.LAYER}k (log.counterfactual_every)"
+        return [Absent("layers", f"Routing by layer: {why}.")]
+    last, trained = measured[-1], trained_label(run)
+    differing = routing.by_layer(*WITHOUT, last, f"{groups.NATIVE}{routing.LAYER}")
+    differing += routing.by_layer(*trained, last, routing.LAYER)
+    mass = routing.by_layer(*trained, last, routing.GATE_MASS)
     mode = run.config.get("replay", {}).get("mode", "off")
-    return routing.routing_figures(series, mode=mode)
+    return routing.routing_figures(differing, mass, mode=mode)
 
 
 def time_split(run: Run) -> Figure | Absent:

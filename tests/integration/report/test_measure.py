@@ -37,7 +37,8 @@ def bar(name, removed, left):
 
 ROW = {"name": "0 to 8", "tokens": 10, "k3": 1e-3, "mean_dlogp": 0.02, "share": 1.0}
 TURNS = [ROW | {"name": "turn 1", "share": 0.7843}, ROW | {"name": "turn 2", "share": 0.2157}]
-ROUTES = {"routing/routers": 0.1, "routing/tokens": 0.5}
+ROUTES = {"routing/routers": 0.1, "routing/tokens": 0.5, "routing/layer@1": 0.1}
+REPLAYED = ROUTES | {"replay/gate_mass@1": 0.9}
 WORST = {"sequence": 0, "place": 3, "before": "1+</pre>", "token": "<b>", "after": "2"}
 CANDIDATES = [
     {"token": "+", "p_rollout": 0.6, "p_trainer": 0.4},
@@ -64,7 +65,7 @@ TREE = {
     "alone": [{"name": "batch shape", "how": "alone", "nats": estimate(1e-9)}],
     "metrics": {
         "without_replay": {"mismatch/k3": 5e-3, "mismatch/f2": 0.1, **ROUTES},
-        "with_replay": {"mismatch/k3": 1e-3, "mismatch/f2": 0.0, **ROUTES},
+        "with_replay": {"mismatch/k3": 1e-3, "mismatch/f2": 0.0, **REPLAYED},
         "dense": {"mismatch/k3": 2e-4, "mismatch/f2": 0.0},
         "repeated_forward": {"counterfactual/repeat/k3": 0.0, "repeat/k3": 0.0},
     },
@@ -104,14 +105,14 @@ TREE = {
 
 VIEWS = [(390, False), (1280, True)]
 CAUSES = {"waterfall", "distribution"}
-ROUTING = {"routers", "tokens", "sequences", "layers", "gate-mass"}
+ROUTING = {"layers", "gate-mass"}
 DISTANCE = {"f_tau", "scatter-without_replay", "scatter-with_replay", "scatter-dense"}
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measure") / "out"
-    write_probe(folder / "probe.safetensors", tokens=200, replay=True, moe=True, seed=1)
+    write_probe(folder / "probe.safetensors", tokens=200, replay=True, seed=1)
     probe = load_file(folder / "probe.safetensors")
     native = {k.removesuffix("_native"): v for k, v in probe.items() if k.endswith("_native")}
     trained = {name: value for name, value in probe.items() if not name.endswith("_native")}
