@@ -286,13 +286,12 @@ def k3_by_age(run: Run) -> Figure | Absent:
 def pairs_of(run: Run) -> list[tokens.Pairs]:
     """Return the tokens of the last probe: as trained, then without replay."""
     assert run.probe is not None
-    tensors = run.probe.tensors
-    looks = {"logp_trainer": trained_label(run), "logp_trainer_native": WITHOUT}
-    rollout, segment = tensors["logp_rollout"], tensors.get("segment")
+    columns, segment = run.probe.columns, run.probe.segment
+    looks = {"logp_trainer": trained_label(run), "logp_native": WITHOUT}
     return [
-        tokens.Pairs(*look, tensors[name], rollout, segment)
+        tokens.Pairs(*look, columns[name], columns["logp_rollout"], segment)
         for name, look in looks.items()
-        if name in tensors
+        if name in columns
     ]
 
 
@@ -303,7 +302,7 @@ def token_figures(run: Run) -> Drawn:
             Absent("f_tau", f"F({tokens.TAU}): {NO_PROBE}."),
             Absent("scatter", f"Probability scatter: {NO_PROBE}."),
         ]
-    pairs, where = pairs_of(run), f" of the probe at step {run.probe.step}"
+    pairs, where = pairs_of(run), f" of the probe at step {run.probe.columns['step'][0]}"
     names, budget = ("scatter", "scatter_native"), tokens.MAX_POINTS // len(pairs)
     out: Drawn = [tokens.extreme_tokens([each.tail() for each in pairs], where)]
     drawn = [

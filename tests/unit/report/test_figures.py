@@ -38,7 +38,7 @@ from onepolicy.report.run_page import (
 )
 from onepolicy.report.run_summary import outcome
 from onepolicy.run.summary import summarise
-from support.report_run import make_fixture_run
+from support.report_run import make_fixture_run, own_probe
 
 FULL = {
     *("reward", "length", "entropy", "grad_norm", "k3", "f_tau", "scatter", "scatter_native"),
@@ -248,6 +248,22 @@ def probe_run(copy: Path, **tensors: list) -> object:
     arrays = {name: np.array(v, dtype=types.get(name)) for name, v in tensors.items()}
     save_file(arrays, copy / "probes" / "step_00011.safetensors")
     return load_run(copy)
+
+
+def test_a_probe_of_log_probabilities_alone_is_drawn(copy):
+    """The first version wrote no more."""
+    run = probe_run(copy, logp_rollout=[-2.0] * 8, logp_trainer=[-1.0] * 8)
+    tail, scatter, absent = token_figures(run)
+    assert (tail.name, scatter.name, absent.name) == ("f_tau", "scatter", "scatter_native")
+    assert scatter.note.startswith("All 8 tokens of the probe at step 11")
+    assert isinstance(absent, Absent)
+
+
+def test_a_probe_that_counts_differing_experts_is_drawn(copy):
+    own_probe(copy / "probes" / "step_00012.safetensors")
+    drawn = token_figures(load_run(copy))
+    assert [each.name for each in drawn] == ["f_tau", "scatter_native", "scatter"]
+    assert all(isinstance(each, Figure) for each in drawn)
 
 
 def test_f_tau_by_hand(copy):
