@@ -140,7 +140,7 @@ def picture(columns: dict[str, np.ndarray]) -> Figure:
         ]
         runs.append(ArmRun(arm, int(PICTURED), rows, label))
     drawn = figures(runs)[0]
-    return replace(drawn, name=PICTURE.stem, title=f"{headline(runs)}. {drawn.title}", width="wide")
+    return replace(drawn, name=PICTURE.stem, title=f"{headline(runs)}. {drawn.title}")
 
 
 def steps_table(found: dict[str, dict[str, np.ndarray]]) -> list[list[str]]:

@@ -14,7 +14,7 @@ from onepolicy.config import resolve
 from onepolicy.run.log import RunLog, read_metrics
 from onepolicy.run.summary import summarise
 
-LAYERS, TOP_K = 8, 4
+LAYERS = 8  # with experts
 
 
 def make_fixture_run(
@@ -27,8 +27,8 @@ def make_fixture_run(
     evaluation: bool = True,
     turns: bool = False,
 ) -> Path:
-    """Write the run. Replay off: no counterfactual. Dense (moe=False): no routing metrics or
-    tensors. evaluation=False: no eval/*. turns: of an episode of several."""
+    """Write the run. Replay off: no counterfactual. Dense (moe=False): no routing metrics.
+    evaluation=False: no eval/*. turns: of an episode of several."""
     rng = np.random.default_rng(0)
     path.mkdir(parents=True)
     with RunLog(path) as log:
@@ -36,6 +36,8 @@ def make_fixture_run(
             log.write(0, _evaluation(greedy=0.46, average=0.42, passed=0.7, length=75.0))
         for step in range(1, steps + 1):
             row = _row(rng, step, steps, moe=moe) | (_turns(step) if turns else {})
+            if moe and step % 10 == 0:
+                row |= layers(replay=replay)
             if replay and step % 10 == 0:
                 compared = {name: 3 * value for name, value in row.items() if _compared(name)}
                 row |= {f"counterfactual/{name}": value for name, value in compared.items()}
@@ -47,7 +49,7 @@ def make_fixture_run(
             log.write_sample(_sample(step))
     for step in range(10, steps + 1, 10):
         probe = path / "probes" / f"step_{step:05d}.safetensors"
-        write_probe(probe, tokens=tokens, replay=replay, moe=moe, seed=step)
+        write_probe(probe, tokens=tokens, replay=replay, seed=step)
     config = resolve(
         {
             "out": str(path),
@@ -118,7 +120,15 @@ def _sample(step: int) -> dict[str, object]:
     return {"step": step, "problem": step} | said | graded | logp
 
 
-def write_probe(path: Path, *, tokens: int, replay: bool, moe: bool, seed: int) -> None:
+def layers(*, replay: bool) -> dict[str, float]:
+    """Return the metrics by layer; only every other decoder layer has experts."""
+    found = {f"routing/layer@{2 * i}": 0.003 * (1 + i) for i in range(LAYERS)}
+    if replay:
+        found |= {f"replay/gate_mass@{2 * i}": 1 - 0.001 * (1 + i) for i in range(LAYERS)}
+    return found
+
+
+def write_probe(path: Path, *, tokens: int, replay: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)
     path.parent.mkdir(exist_ok=True)
     sure = rng.random(tokens) < 0.7
@@ -128,31 +138,12 @@ def write_probe(path: Path, *, tokens: int, replay: bool, moe: bool, seed: int) 
     if replay:
         native = rollout + 0.03 * noise * np.exp(rng.normal(0, 0.5, tokens))
         tensors["logp_trainer_native"] = np.minimum(native, 0)
-    out = {name: value.astype(np.float32) for name, value in tensors.items()}
-    if moe:
-        rates = {"": 0.009, "_native": 0.03} if replay else {"": 0.03}
-        for suffix, rate in rates.items():
-            out |= {f"{name}{suffix}": value for name, value in _routes(rng, tokens, rate).items()}
-        if replay:
-            out["gate_mass_per_layer"] = (1 - 0.001 * np.arange(1, LAYERS + 1)).astype(np.float32)
-    save_file(out, path)
-
-
-def _routes(rng: np.random.Generator, tokens: int, rate: float) -> dict[str, np.ndarray]:
-    per_layer = rate * np.linspace(0.3, 1.7, LAYERS)
-    differs = rng.random((tokens, LAYERS)) < per_layer
-    experts = np.where(differs, 1 + (rng.random((tokens, LAYERS)) < 0.1), 0)
-    sequences = differs.sum(1)[: tokens // 60 * 60].reshape(-1, 60)
-    return {
-        "disagree_per_token": differs.sum(1).astype(np.uint8),
-        "disagree_per_layer": differs.mean(0).astype(np.float32),
-        "disagree_per_sequence": sequences.mean(1).astype(np.float32),
-        "experts_differing": np.bincount(experts.ravel(), minlength=TOP_K + 1).astype(np.int64),
-    }
+    save_file({name: value.astype(np.float32) for name, value in tensors.items()}, path)
 
 
 def own_probe(path: Path) -> None:
-    """Write a small probe with all that `onepolicy audit` reads."""
+    """Write a small probe with all that `onepolicy audit` reads, and more, as older versions
+    did."""
     n = 8
     floats = ("logp_rollout", "logp_trainer", "logp_trainer_native")
     tensors = {name: -np.linspace(0.1, 2, n, dtype=np.float32) for name in floats}

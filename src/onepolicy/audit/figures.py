@@ -8,18 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from onepolicy.audit.assessment import ONSET_RULE, AuditResult, growth
-from onepolicy.correct.report import quantiles
 from onepolicy.notation import number
 from onepolicy.record.schema import Array
 from onepolicy.report.figures import groups, heatmap, routing, steps, tokens
 from onepolicy.report.figures.parts import ARMS, NEUTRAL, Absent, Figure, LineStyle, Series, Width
-from onepolicy.report.figures.tokens import EDGES
 from onepolicy.report.words import course
 
-HISTOGRAM_BINS = 80
 NO_STEPS = "Curves over training: the dump has no column step, or one step only."
 NO_ROUTES = "Routers per layer: the dump has no columns routes_rollout and routes_trainer."
 NO_EXTREMES = "Extreme tokens over training: no token is off by more than a factor of 2."
@@ -38,7 +34,6 @@ def audit_figures(results: Sequence[AuditResult]) -> list[Figure | Absent]:
         _extreme_tokens(results, looks),
         *(_heatmap(result) for result in results),
         *_over_steps(results, looks),
-        _log_ratios(results, looks),
         _routers(results, looks),
         *_ages(results, looks),
     ]
@@ -71,37 +66,6 @@ def _scatter(result: AuditResult, look: Look, budget: int) -> Figure | Absent:
 def _heatmap(result: AuditResult) -> Figure | Absent:
     gaps = [np.abs(trainer - rollout) for trainer, rollout in _sides(result)]
     return heatmap.row_heatmap(gaps, result.label, growth)
-
-
-def _log_ratios(results: Sequence[AuditResult], looks: Sequence[Look]) -> Figure:
-    histograms = [result.accumulated.histogram for result in results]
-    reach = max(map(_reach, histograms))
-    edges = np.linspace(-reach, reach, HISTOGRAM_BINS + 1)
-    middle = ((edges[1:] + edges[:-1]) / 2).tolist()
-    below = [_cumulative_share(each, edges) for each in histograms]
-    series = [
-        Series(*look, (np.diff(share) / np.diff(edges)).tolist(), middle)
-        for look, share in zip(looks, below, strict=True)
-    ]
-    spans = [tuple(quantiles(each, (0.01, 0.5, 0.99)).log().tolist()) for each in histograms]
-    covered = min(float(share[[0, -1]] @ [-1, 1]) for share in below)
-    return tokens.log_ratios(series, spans, covered)
-
-
-def _reach(counts: torch.Tensor) -> float:
-    """Return the largest |log rho| to draw."""
-    low, high = quantiles(counts, (0.001, 0.999)).log().abs().tolist()
-    furthest: float = max(low, high)
-    return max(1.2 * furthest, 1e-5)
-
-
-def _cumulative_share(counts: torch.Tensor, points: Array) -> Array:
-    """Return the share of tokens with log rho below each point, interpolated within bins."""
-    # The middle bin reaches from -SMALLEST to SMALLEST.
-    borders = np.concatenate([-EDGES[:0:-1], EDGES[1:]])
-    share = np.concatenate([[0.0], counts.double().cumsum(0).numpy()])
-    below: Array = np.interp(points, borders, share / share[-1])
-    return below
 
 
 def _extreme_tokens(results: Sequence[AuditResult], looks: Sequence[Look]) -> Figure:

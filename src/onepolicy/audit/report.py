@@ -248,6 +248,10 @@ def _rows(results: Sequence[AuditResult]) -> list[list[str]]:
         rows.append([name, *(show(metric, values.get(key, math.nan)) for values in found)])
         if key in between:
             rows[-1].append(between[key].describe(share=share))
+    for part in (0.01, 0.99):
+        ratios = [quantiles(result.accumulated.histogram, (part,)) for result in results]
+        cells = [number(ratio.log().item()) for ratio in ratios]
+        rows.append([f"{part:.0%} quantile of log rho, nats", *cells])
     if any(result.accumulated.steps for result in results):
         onsets = ["none" if result.onset is None else f"step {result.onset}" for result in results]
         rows.append(["Onset of divergence", *onsets])

@@ -22,7 +22,7 @@ from onepolicy.divergence.breakdown import Row, WorstToken
 from onepolicy.divergence.compare import Mismatch
 from onepolicy.files import replace_atomically, write_text_atomically
 from onepolicy.measure.attribution import Ablation, Explained
-from onepolicy.run.probe_file import record_tensors, routing_tensors
+from onepolicy.run.probe_file import record_tensors
 from onepolicy.run.step_metrics import metrics_per_layer, mismatch_metrics
 from onepolicy.train.rescore import mismatch_of
 from onepolicy.types import Group, TokenBatch
@@ -109,8 +109,8 @@ def write(found: Measurement, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     for scoring, batch in batches(found).items():
-        fields = record_tensors(batch) | routing_tensors(batch)
-        tensors |= {f"{scoring}.{name}": value.contiguous() for name, value in fields.items()}
+        for name, value in record_tensors(batch).items():
+            tensors[f"{scoring}.{name}"] = value.contiguous()
     with replace_atomically(out / "tensors.safetensors") as path:
         save_file(tensors, path)
     write_text_atomically(out / "measure.json", json.dumps(to_tree(found), indent=1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +18,6 @@ from onepolicy.record.validate import checked_block
 
 MISSING_ROUTES = 2**26
 """Expert ids of tokens without routes that a probe may have, whatever its size."""
-ROUTED = {  # tensor of the figures -> its largest possible value
-    "experts_differing": 2.0**62,
-    "disagree_per_token": 2.0**16,
-    "disagree_per_sequence": 2.0**16,
-    "disagree_per_layer": 1.0,
-    "gate_mass_per_layer": 2.0,
-}
-LARGEST_LOGP = 1e4  # either way
 LEFT_OUT = "delete the file to leave this probe out"
 PER_TOKEN = ("tokens", "logp_rollout", "logp_trainer", "entropy", "version")
 OPTIONAL = {  # tensor of a probe, [n] too -> its column
@@ -52,7 +43,8 @@ def read_run(folder: Path, mapping: Mapping[str, str]) -> Iterator[Scored]:
         fix = "train with log.counterfactual_every=N to write one every N steps"
         raise UsageError(f"{folder}: a run without probes; {fix}")
     for number, (step, path) in enumerate(probes, start=1):
-        block = checked_block(str(path), 0, _columns_of(path, step), number / len(probes))
+        columns = _columns_of(path, step, _load_tensors(path, (*PER_TOKEN, "segment")))
+        block = checked_block(str(path), 0, columns, number / len(probes))
         yield dataclasses.replace(block, first_row=first)
         first += len(block.lengths)
 
@@ -67,80 +59,25 @@ def probe_files(folder: Path) -> list[tuple[int, Path]]:
     return sorted(probes)
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Tensors of one probe step.
+def read_probe(step: int, path: Path) -> Scored:
+    """Return the record of a probe for figures; an older version wrote only log-probabilities.
 
-    n trainable tokens, T slots, L MoE layers, S sequences, K experts per token. `logp_rollout`,
-    `logp_trainer` [n] are always there; with a suffix `_native` the same batch scored without
-    replay.
-    """
-
-    path: Path
-    step: int
-    tensors: dict[str, Array]
-
-    def both(self, name: str) -> tuple[Array | None, Array | None]:
-        """Return the tensor of the scoring that trained and of that without replay, or None."""
-        return self._recorded(name), self._recorded(f"{name}_native")
-
-    def _recorded(self, name: str) -> Array | None:
-        tensor = self.tensors.get(name)
-        if tensor is None or not tensor.size:
-            return None
-        return tensor
-
-
-def read_probe(step: int, path: Path) -> Probe:
-    """Read the tensors that figures are drawn from.
-
-    An older version wrote only log-probabilities. Raises UsageError if one is damaged.
+    Raises UsageError if it is damaged.
     """
     tensors = _load_tensors(path, ("logp_rollout", "logp_trainer"))
-    size = tensors["logp_rollout"].shape
-    for name in ("logp_rollout", "logp_trainer", "logp_trainer_native"):
-        found = tensors.get(name)
-        if found is None:
-            continue
-        if found.dtype.kind != "f" or found.ndim != 1 or found.shape != size or not len(found):
-            raise UsageError(
-                f"{path}: tensor {name!r} is {found.dtype} of shape {found.shape}; expected one "
-                f"number per sampled token {size}; {LEFT_OUT}"
-            )
-        if not np.isfinite(found).all() or np.abs(found).max() > LARGEST_LOGP:
-            raise UsageError(
-                f"{path}: tensor {name!r} has values that no log-probability has; {LEFT_OUT}"
-            )
-    segment = tensors.get("segment")
-    if segment is not None and (segment.dtype.kind not in "iu" or segment.shape != size):
-        raise UsageError(f"{path}: tensor 'segment' is not one number per token; {LEFT_OUT}")
-    for name, found in tensors.items():
-        if name.removesuffix("_native") in ROUTED:
-            _check_routed(path, name, found)
-    return Probe(path, step, tensors)
+    zeros = np.zeros(tensors["logp_rollout"].shape, np.int64)
+    tensors = dict.fromkeys((*PER_TOKEN, "segment"), zeros) | tensors  # no figure needs the rest
+    block = checked_block(str(path), 0, _columns_of(path, step, tensors), 1.0)
+    if block.left_out.count:
+        raise UsageError(f"{block.first_left_out}; {LEFT_OUT}")
+    return block
 
 
-def _check_routed(path: Path, name: str, found: Array) -> None:
-    """Raise UsageError unless the tensor is one row of finite numbers from 0 on."""
-    largest = ROUTED[name.removesuffix("_native")]
-    right = found.dtype.kind in "uif" and found.ndim == 1
-    if right and not len(found):  # figures treat it as not recorded
-        return
-    if not right or not np.isfinite(found).all() or found.min() < 0 or found.max() > largest:
-        raise UsageError(
-            f"{path}: tensor {name!r} ({found.dtype} of shape {found.shape}) is not one row of "
-            f"numbers from 0 to {largest:g}; {LEFT_OUT}"
-        )
-    if name.startswith("experts_differing") and not found.sum():
-        raise UsageError(f"{path}: tensor {name!r} counts no router; {LEFT_OUT}")
-
-
-def _columns_of(path: Path, step: int) -> dict[str, RaggedColumn]:
-    tensors = _load_tensors(path, (*PER_TOKEN, "segment"))
+def _columns_of(path: Path, step: int, tensors: Mapping[str, Array]) -> dict[str, RaggedColumn]:
     shapes = {name: tensors[name].shape for name in (*PER_TOKEN, "segment")}
     if len(set(shapes.values())) > 1 or len(shapes["tokens"]) != 1 or not shapes["tokens"][0]:
         raise UsageError(
-            f"{path}: its tensors differ in length, or are empty: {shapes}; the file is damaged"
+            f"{path}: its tensors differ in length, or are empty: {shapes}; {LEFT_OUT}"
         )
     lengths = np.unique(tensors["segment"], return_counts=True)[1].astype(np.int64)
     rows = len(lengths)
@@ -150,9 +87,7 @@ def _columns_of(path: Path, step: int) -> dict[str, RaggedColumn]:
         if values is None:
             continue
         if values.shape != shapes["tokens"]:
-            raise UsageError(
-                f"{path}: {name} differs in length from the others; the file is damaged"
-            )
+            raise UsageError(f"{path}: {name} differs in length from the others; {LEFT_OUT}")
         raw[column] = RaggedColumn(values, lengths)
     raw["mask"] = RaggedColumn(np.ones(lengths.sum(), bool), lengths)
     raw["step"] = RaggedColumn(np.full(rows, step), None)
@@ -182,7 +117,7 @@ def _set_column(path: Path, tensors: Mapping[str, Array], lengths: Array) -> Rag
     sizes = np.zeros(len(lengths), np.int64)
     np.add.at(sizes, np.repeat(np.arange(len(lengths)), lengths), counts)
     if ids is None or (counts < 0).any() or ids.shape != (sizes.sum(),):
-        raise UsageError(f"{path}: support_ids are not as many as support_counts says; damaged")
+        raise UsageError(f"{path}: support_ids are not as many as support_counts says; {LEFT_OUT}")
     return RaggedColumn(ids, sizes)
 
 
@@ -194,13 +129,13 @@ def _route_columns(
     if rollout.shape != trainer.shape or rollout.ndim != 3 or len(rollout) > tokens:
         shapes = {rollout.shape, trainer.shape}
         raise UsageError(
-            f"{path}: routes of shapes {shapes}, expected one [tokens, layers, top-k]; damaged"
+            f"{path}: routes of shapes {shapes}, expected one [tokens, layers, top-k]; {LEFT_OUT}"
         )
     _, layers, top_k = rollout.shape
     if tokens * layers * top_k > MISSING_ROUTES + 64 * rollout.size:
         raise UsageError(
             f"{path}: {len(rollout)} of {tokens} tokens have routes, of {layers} layers with "
-            f"{top_k} experts; damaged"
+            f"{top_k} experts; {LEFT_OUT}"
         )
     entries = lengths * layers * top_k
     return {

@@ -25,7 +25,7 @@ from onepolicy.report.contrast import (
     finite,
     mean_of,
 )
-from onepolicy.report.figures import steps, tokens
+from onepolicy.report.figures import steps
 from onepolicy.report.figures.parts import ARMS, Figure, Series
 from onepolicy.report.page import Card, Page, Section, plain, write_page
 from onepolicy.report.page import Table as Told
@@ -248,7 +248,7 @@ def write_comparison(
 
 
 def figures(runs: Sequence[ArmRun]) -> list[Figure]:
-    """Draw k3 by step, how often it is large, reward and gradient norm, of all runs."""
+    """Draw k3, reward and gradient norm by step, of all runs."""
     styles = dict(zip(dict.fromkeys(run.name for run in runs), ARMS * len(runs), strict=False))
 
     def series(metric: str) -> list[Series]:
@@ -267,8 +267,7 @@ def figures(runs: Sequence[ArmRun]) -> list[Figure]:
     how = "Sampled at the training temperature."
     means = [f"{number(mean_of(np.array(each.y)))} {each.label}" for each in k3]
     return [
-        steps.k3(k3, f"Mean k3: {', '.join(means)}", width="two-thirds"),
-        tokens.large_steps(k3),
+        steps.k3(k3, f"Mean k3: {', '.join(means)}"),
         steps.over_steps("reward", reward, how, rewards, "reward", width="half"),
         steps.over_steps("grad_norm", title, note, norms, "norm", log=True, width="half"),
     ]

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 from onepolicy.config.secrets import without_secrets
 from onepolicy.notation import DASH, counted, number
 from onepolicy.report.figures import causes, groups, routing, tokens
-from onepolicy.report.figures.causes import change, interval, noise_rows, remainder, signed
-from onepolicy.report.figures.parts import DENSE, WITH, WITHOUT, Absent, Figure, Series, Width
+from onepolicy.report.figures.causes import change, interval, remainder, signed
+from onepolicy.report.figures.parts import DENSE, WITH, WITHOUT, Absent, Figure, Width
 from onepolicy.report.page import Card, Excerpt, Page, Section, Table, Tile, write_page
 from onepolicy.report.png import write_figures
 from onepolicy.report.terminal import told, verdict_parts
@@ -55,6 +55,13 @@ ENGINE = {
     "max_dlogp": ("largest |log ratio|", False),
     "routers": ("routes that differ", True),
     "same": ("tokens that came out the same", True),
+}
+REPEATED = {  # metric -> (name, description of the repetition)
+    "counterfactual/repeat/k3": (
+        "trainer, repeated",
+        "the same forward a second time, packed in the opposite order",
+    ),
+    "engine_all/k3": ("engine, repeated", "the same requests with the same seeds a second time"),
 }
 DISTRIBUTIONS = {  # name in JSON -> (label, is a share)
     "argmax_differs": ("positions whose likeliest token differs", True),
@@ -274,21 +281,32 @@ def waterfall_rows(tree: Tree) -> list[tuple[str, ...]]:
 
 
 def alone_rows(tree: Tree) -> list[tuple[str, ...]]:
-    """Return the rows under ALONE_HEADER."""
+    """Return the rows under ALONE_HEADER; repeats have no interval."""
+    repeated = tree["metrics"]["repeated_forward"]
     rows: list[tuple[str, ...]] = []
-    for name, each, how in noise_rows(tree):
-        ends = DASH if each["low"] == each["high"] else interval(each)
-        rows.append((name, number(each["value"]), ends, how))
+    for key, (name, how) in REPEATED.items():
+        if key in repeated:
+            rows.append((name, number(repeated[key]), DASH, f"k3 between two passes: {how}"))
+    for each in tree["alone"]:
+        nats = each["nats"]
+        ends = DASH if nats["low"] == nats["high"] else interval(nats)
+        rows.append((each["name"], number(nats["value"]), ends, each["how"]))
     return rows
 
 
-def breakdown_rows(rows: Sequence[Tree]) -> list[tuple[str, ...]]:
-    """Return the rows under ROW_HEADER."""
-    return [
+def breakdown(name: str, rows: Sequence[Tree]) -> Table:
+    """Return the gap by parts of the tokens, of which the title names the one with most of it."""
+    told = [
         (r["name"], f"{r['tokens']:,}", number(r["k3"]), number(r["mean_dlogp"]),
          number(r["share"], share=True))
         for r in rows
     ]  # fmt: skip
+    most, tokens = max(rows, key=lambda row: row["share"]), sum(row["tokens"] for row in rows)
+    of_gap, of_tokens = (
+        number(share, share=True) for share in (most["share"], most["tokens"] / tokens)
+    )
+    title = f"By {name}: {most['name']} holds {of_gap} of the gap on {of_tokens} of the tokens"
+    return Table(ROW_HEADER, told, title)
 
 
 def write_report(out: Path, *, png: bool = False) -> Path:
@@ -321,18 +339,20 @@ def _sections(tree: Tree, tensors: dict[str, np.ndarray]) -> list[Section]:
     quiet = tree["waterfall"]["total"]["value"] < HARMLESS_KL
     distance, routes = distance_figures(tree, tensors)
     whole = tree.get("distribution")
+    note = "Each change by itself: these do not add up."
+    alone = Table(ALONE_HEADER, alone_rows(tree), "Each measured alone", note, texts=True)
     sections = [
         Section(
             "Causes",
             "Which part of the gap goes away with which change?",
-            [causes.waterfall(tree), causes.noise(tree)],
+            [causes.waterfall(tree), alone],
         ),
         Section("Distance", HOW_FAR, distance, folded=quiet),
         Section("Routing", WHERE_ROUTES, routes, folded=quiet),
         Section(
             "Where the gap sits",
             "Which tokens carry more than their share of it?",
-            causes.breakdowns(tree),
+            [breakdown(name, rows) for name, rows in tree["breakdowns"].items()],
             folded=quiet,
         ),
         Section(
@@ -363,11 +383,6 @@ def _tables(tree: Tree) -> list[Table]:
         Table(comparison_header(tree), comparison(tree), "All scorings"),
         Table(ENGINE_HEADER, engine_rows(tree), "The engine against itself"),
         Table(FALL_HEADER, waterfall_rows(tree), "Waterfall", texts=True),
-        Table(ALONE_HEADER, alone_rows(tree), "Each measured alone", texts=True),
-        *(
-            Table(ROW_HEADER, breakdown_rows(rows), f"By {name}")
-            for name, rows in tree["breakdowns"].items()
-        ),
         Table(FORECAST_HEADER, forecasts, "Corrections, predicted for what is left"),
     ]
     if whole is not None:
@@ -391,16 +406,20 @@ def distance_figures(tree: Tree, tensors: dict[str, np.ndarray]) -> tuple[Drawn,
     ]
     drawn += turns(tree)
 
-    def series(tensor: str) -> list[Series]:
-        found = {name: tensors.get(f"{name}.{tensor}") for name in shown}
-        return [Series(*SCORINGS[n], values) for n, values in found.items() if values is not None]
-
-    if not series("experts_differing"):
+    differing, mass = (
+        [
+            series
+            for name in shown
+            for series in routing.by_layer(*SCORINGS[name], tree["metrics"][name], metric)
+        ]
+        for metric in (routing.LAYER, routing.GATE_MASS)
+    )
+    if not differing:
         return drawn, [routing.NO_ROUTERS]
     mode = "off"
     if "with_replay" in shown:
         mode = tree["config"].get("replay", {}).get("mode", "r3")
-    return drawn, routing.routing_figures(series, mode=mode)
+    return drawn, routing.routing_figures(differing, mass, mode=mode)
 
 
 def turns(tree: Tree) -> list[Figure]:

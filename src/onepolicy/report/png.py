@@ -13,7 +13,7 @@ from onepolicy.files import write_text_atomically
 from onepolicy.report.figures.parts import Figure, Spec
 from onepolicy.report.page import LIGHT, plain
 
-SIZES = {"third": (620, 400), "half": (820, 440), "two-thirds": (960, 480), "wide": (1240, 480)}
+SIZES = {"third": (620, 400), "half": (820, 440), "wide": (1240, 480)}
 """Width and height without the title, in pixels at SCALE 1."""
 SQUARE = (720, 720)
 SCALE = 2

@@ -10,7 +10,8 @@ from typing import Any
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import RunInfo, Settings, Summary, read_json_object
 from onepolicy.config.replay import ROLLOUT_MODES
-from onepolicy.record.probes import Probe, probe_files, read_probe
+from onepolicy.record.probes import probe_files, read_probe
+from onepolicy.record.schema import Scored
 from onepolicy.report.jsonl import read_metrics, read_samples
 
 Tree = dict[str, Any]
@@ -29,7 +30,7 @@ class Run:
     summary: Tree
     rows: list[Tree]  # metrics.jsonl, one per step
     samples: list[Tree]
-    probe: Probe | None  # the last one
+    probe: Scored | None  # the last one
 
     @property
     def replay(self) -> bool:

@@ -286,13 +286,12 @@ def k3_by_age(run: Run) -> Figure | Absent:
 def pairs_of(run: Run) -> list[tokens.Pairs]:
     """Return the tokens of the last probe: as trained, then without replay."""
     assert run.probe is not None
-    tensors = run.probe.tensors
-    looks = {"logp_trainer": trained_label(run), "logp_trainer_native": WITHOUT}
-    rollout, segment = tensors["logp_rollout"], tensors.get("segment")
+    columns, segment = run.probe.columns, run.probe.segment
+    looks = {"logp_trainer": trained_label(run), "logp_native": WITHOUT}
     return [
-        tokens.Pairs(*look, tensors[name], rollout, segment)
+        tokens.Pairs(*look, columns[name], columns["logp_rollout"], segment)
         for name, look in looks.items()
-        if name in tensors
+        if name in columns
     ]
 
 
@@ -303,7 +302,7 @@ def token_figures(run: Run) -> Drawn:
             Absent("f_tau", f"F({tokens.TAU}): {NO_PROBE}."),
             Absent("scatter", f"Probability scatter: {NO_PROBE}."),
         ]
-    pairs, where = pairs_of(run), f" of the probe at step {run.probe.step}"
+    pairs, where = pairs_of(run), f" of the probe at step {run.probe.columns['step'][0]}"
     names, budget = ("scatter", "scatter_native"), tokens.MAX_POINTS // len(pairs)
     out: Drawn = [tokens.extreme_tokens([each.tail() for each in pairs], where)]
     drawn = [
@@ -317,20 +316,19 @@ def token_figures(run: Run) -> Drawn:
 
 
 def routing_figures(run: Run) -> Drawn:
-    """Return the figures of differing experts of the last probe."""
+    """Return the figures of differing experts of the last step that was scored twice."""
     if not run.names("routing/"):
         return [routing.NO_ROUTERS]
-    if run.probe is None:
-        return [Absent("routing", f"Routing: {NO_PROBE}.")]
-    probe = run.probe
-
-    def series(tensor: str) -> list[Series]:
-        trained, native = probe.both(tensor)
-        sides = ((WITHOUT, native), (trained_label(run), trained))
-        return [Series(*look, values) for look, values in sides if values is not None]
-
+    measured = [row for row in run.rows if any(name.startswith(routing.LAYER) for name in row)]
+    if not measured:
+        why = f"metrics.jsonl has no {routing.LAYER}k (log.counterfactual_every)"
+        return [Absent("layers", f"Routing by layer: {why}.")]
+    last, trained = measured[-1], trained_label(run)
+    differing = routing.by_layer(*WITHOUT, last, f"{groups.NATIVE}{routing.LAYER}")
+    differing += routing.by_layer(*trained, last, routing.LAYER)
+    mass = routing.by_layer(*trained, last, routing.GATE_MASS)
     mode = run.config.get("replay", {}).get("mode", "off")
-    return routing.routing_figures(series, mode=mode)
+    return routing.routing_figures(differing, mass, mode=mode)
 
 
 def time_split(run: Run) -> Figure | Absent:

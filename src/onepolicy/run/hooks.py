@@ -93,7 +93,6 @@ class Counterfactual(Hook):
                 scored = self._scorer.score(result.batch)
             without_replay = self._scorer.score(result.batch, replay=False)
             result.metrics |= counterfactual_metrics(without_replay)
-            result.metrics |= metrics_per_layer(scored)
             result.metrics |= repeat_metrics(self._scorer, scored, without_replay)
         result.with_replay, result.without_replay = scored, without_replay
 

@@ -30,6 +30,7 @@ from onepolicy.run.log_digest import digest_log
 from onepolicy.run.probe_file import save_counterfactual
 from onepolicy.run.run_folder import Json, RunOrigin
 from onepolicy.run.step import StepResult, StepRunner
+from onepolicy.run.step_metrics import metrics_per_layer
 from onepolicy.run.summary import write_summary
 from onepolicy.run.trackers import trackers_of
 from onepolicy.sync.push import checked_push, push_weights
@@ -206,11 +207,13 @@ class TrainingLoop:
         return run_folder.convert_write_errors(self.folder)
 
     def _write_step(self, log: RunLog, result: StepResult, step: int) -> None:
-        """Write the step's row, samples and, in a counterfactual step, its probe file."""
-        done = step + 1
+        """Write the step's row, samples and, in a counterfactual step, its layers and probe."""
+        done, probed = step + 1, is_counterfactual_step(self.config, step)
+        if probed:
+            result.metrics |= metrics_per_layer(result.batch)
         log.write(done, result.metrics)
         write_samples(log, result, self.tokenizer, done, self.config.log.samples_per_step)
-        if is_counterfactual_step(self.config, step):
+        if probed:
             path = self.folder / run_folder.PROBES / f"step_{done:05d}.safetensors"
             fingerprint = self.learner.fingerprint
             save_counterfactual(path, result.batch, result.without_replay, fingerprint, result.own)

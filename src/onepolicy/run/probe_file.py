@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.files import replace_atomically
 from onepolicy.types import TokenBatch
 
@@ -26,11 +25,11 @@ def save_counterfactual(
 ) -> None:
     """Write a probe file: tensors of the n trainable slots.
 
-    The report draws figures from it, and `onepolicy audit RUN` reads it. Names that end in _native
-    are of the scoring without replay. fingerprint: of the trainer; the rollouts' fingerprints are
-    written beside it. own: scored under the weights that sampled each token.
+    The report draws figures from it, and `onepolicy audit RUN` reads it. logp_trainer_native is of
+    the scoring without replay. fingerprint: of the trainer; the rollouts' fingerprints are written
+    beside it. own: scored under the weights that sampled each token.
     """
-    tensors = record_tensors(batch) | routing_tensors(batch, "") | _route_tensors(batch)
+    tensors = record_tensors(batch) | _route_tensors(batch)
     tensors |= _support_tensors(batch)
     if own is not None:
         assert own.logp_old is not None
@@ -38,7 +37,6 @@ def save_counterfactual(
     if without_replay is not None:
         assert without_replay.logp_old is not None
         tensors["logp_trainer_native"] = without_replay.logp_old[batch.trainable]
-        tensors |= routing_tensors(without_replay, "_native")
     path.parent.mkdir(exist_ok=True)
     rollout_fingerprints = json.dumps(sorted(batch.fingerprints))
     with replace_atomically(path) as temporary:
@@ -92,25 +90,4 @@ def _route_tensors(batch: TokenBatch) -> dict[str, Tensor]:
     for name, trace in traces.items():
         kept = trace.at(slots)
         tensors[name] = torch.where(kept.valid[:, None, None], kept.ids.int(), -1)
-    return tensors
-
-
-def routing_tensors(batch: TokenBatch, suffix: str = "") -> dict[str, Tensor]:
-    """Return the routing disagreement per token, layer and sequence.
-
-    Empty if the batch has no routes.
-    """
-    if batch.routing is None or batch.routing_native is None or not batch.routing.valid.any():
-        return {}
-    found = routing_disagreement(batch.routing_native, batch.routing, segment=batch.segment)
-    tensors = {
-        f"disagree_per_token{suffix}": found.per_token_count.to(torch.int32),
-        f"disagree_per_layer{suffix}": found.per_layer.float(),
-        f"disagree_per_sequence{suffix}": found.sequence_mean.float(),
-        f"experts_differing{suffix}": found.expert_counts,
-        "moe_layers": torch.tensor(batch.routing.layers, dtype=torch.int32),
-    }
-    if batch.gate_mass is not None:
-        mass = batch.gate_mass[batch.routing.valid].mean(0)
-        tensors["gate_mass_per_layer"] = mass
     return tensors

@@ -107,13 +107,21 @@ def replay_metrics(batch: TokenBatch) -> dict[str, float]:
 
 
 def metrics_per_layer(batch: TokenBatch) -> dict[str, float]:
-    """Return routing/layer@i and replay/gate_mass@i of every MoE layer; i: its decoder index."""
+    """Return routing/layer@i and replay/gate_mass@i of every MoE layer; i: its decoder index.
+
+    They are of the worse router where a layer has two, as JetMoE's have.
+    """
     found = _disagreement(batch)
     if found is None or batch.routing is None:
         return {}
-    layers, differing = batch.routing.layers, found.per_layer.tolist()
-    metrics = {f"routing/layer@{i}": share for i, share in zip(layers, differing, strict=True)}
+    layers = batch.routing.layers
+    metrics: dict[str, float] = {}
+    for i, share in zip(layers, found.per_layer.tolist(), strict=True):
+        name = f"routing/layer@{i}"
+        metrics[name] = max(share, metrics.get(name, share))
     if batch.gate_mass is not None:
         mass = batch.gate_mass[batch.routing.valid].mean(0).tolist()
-        metrics |= {f"replay/gate_mass@{i}": share for i, share in zip(layers, mass, strict=True)}
+        for i, share in zip(layers, mass, strict=True):
+            name = f"replay/gate_mass@{i}"
+            metrics[name] = min(share, metrics.get(name, share))
     return metrics

@@ -31,5 +31,5 @@ def test_two_dumps_in_a_browser(tmp_path) -> None:
     assert len(pictures) == 4
     others = {name: marks for name, marks in drawn.marks.items() if name not in pictures}
     lines = {name: marks.get("js-line", 0) for name, marks in others.items()}
-    assert set(lines) == {"log_ratio", "f_tau", "k3", "f2", "reward"}
+    assert set(lines) == {"f_tau", "k3", "f2", "reward"}
     assert min(lines.values()) >= 1

@@ -222,7 +222,7 @@ def test_the_command_writes_a_report_and_prints_the_verdict(policy, tmp_path, ca
     assert any(line.startswith("onepolicy: measure: k3 so far ") for line in lines)
     html = (tmp_path / "m" / "report.html").read_text()
     assert tree["verdict"]["sentence"] in html
-    figures = "waterfall distribution f_tau noise scatter-with_replay routers layers breakdown-3"
+    figures = "waterfall distribution f_tau scatter-with_replay layers gate-mass"
     assert [name for name in figures.split() if f'id="fig-{name}"' not in html] == []
     assert main(command) == 2
     check_distribution(tree["distribution"], printed, html)

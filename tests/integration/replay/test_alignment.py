@@ -262,7 +262,8 @@ def test_an_engine_that_drops_its_routes(policy) -> None:
     calls = iter(range(100))
     first_two = lambda completion: drop(completion) if next(calls) < 2 else completion  # noqa: E731
     result = step_with(parts_of(policy, "replay.missing=native"), first_two)
-    metrics, count = result.metrics, result.batch.num_samples
+    metrics = result.metrics | metrics_per_layer(result.batch)
+    count = result.batch.num_samples
     assert metrics["replay/missing_samples"] == pytest.approx(2 / count)
     assert 0 < metrics["replay/native_rows"] < 0.5
     assert all(is_known(name) for name in metrics)

@@ -9,8 +9,7 @@ from support.report_run import make_fixture_run
 pytestmark = pytest.mark.process
 MARKS = dict.fromkeys(("length", "entropy", "grad_norm"), ("js-line", 1))
 MARKS |= dict.fromkeys(("reward", "k3", "turns", "f_tau"), ("js-line", 2))
-MARKS |= {"scatter": ("point", 300), "scatter_native": ("point", 300), "routers": ("point", 4)}
-MARKS |= {"tokens": ("point", 4), "sequences": ("point", 8), "layers": ("point", 16)}
+MARKS |= {"scatter": ("point", 300), "scatter_native": ("point", 300), "layers": ("point", 16)}
 MARKS |= {"gate-mass": ("point", 8), "time": ("js-fill", 5)}
 """Figure -> (class of one drawn mark, at least this many)."""
 

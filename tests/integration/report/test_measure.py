@@ -7,9 +7,10 @@ import re
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from onepolicy.report.figures.causes import breakdowns, distribution, fall_title, noise, waterfall
+from onepolicy.report.figures.causes import distribution, fall_title, waterfall
 from onepolicy.report.measure import (
-    breakdown_rows,
+    alone_rows,
+    breakdown,
     comparison,
     distribution_table,
     engine_rows,
@@ -36,8 +37,8 @@ def bar(name, removed, left):
 
 ROW = {"name": "0 to 8", "tokens": 10, "k3": 1e-3, "mean_dlogp": 0.02, "share": 1.0}
 TURNS = [ROW | {"name": "turn 1", "share": 0.7843}, ROW | {"name": "turn 2", "share": 0.2157}]
-"""Their axis ends at 80%, under which a label stands."""
-ROUTES = {"routing/routers": 0.1, "routing/tokens": 0.5}
+ROUTES = {"routing/routers": 0.1, "routing/tokens": 0.5, "routing/layer@1": 0.1}
+REPLAYED = ROUTES | {"replay/gate_mass@1": 0.9}
 WORST = {"sequence": 0, "place": 3, "before": "1+</pre>", "token": "<b>", "after": "2"}
 CANDIDATES = [
     {"token": "+", "p_rollout": 0.6, "p_trainer": 0.4},
@@ -64,7 +65,7 @@ TREE = {
     "alone": [{"name": "batch shape", "how": "alone", "nats": estimate(1e-9)}],
     "metrics": {
         "without_replay": {"mismatch/k3": 5e-3, "mismatch/f2": 0.1, **ROUTES},
-        "with_replay": {"mismatch/k3": 1e-3, "mismatch/f2": 0.0, **ROUTES},
+        "with_replay": {"mismatch/k3": 1e-3, "mismatch/f2": 0.0, **REPLAYED},
         "dense": {"mismatch/k3": 2e-4, "mismatch/f2": 0.0},
         "repeated_forward": {"counterfactual/repeat/k3": 0.0, "repeat/k3": 0.0},
     },
@@ -103,15 +104,15 @@ TREE = {
 
 
 VIEWS = [(390, False), (1280, True)]
-CAUSES = {"waterfall", "noise", "distribution", *(f"breakdown-{i}" for i in range(5))}
-ROUTING = {"routers", "tokens", "sequences", "layers", "gate-mass"}
+CAUSES = {"waterfall", "distribution"}
+ROUTING = {"layers", "gate-mass"}
 DISTANCE = {"f_tau", "scatter-without_replay", "scatter-with_replay", "scatter-dense"}
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measure") / "out"
-    write_probe(folder / "probe.safetensors", tokens=200, replay=True, moe=True, seed=1)
+    write_probe(folder / "probe.safetensors", tokens=200, replay=True, seed=1)
     probe = load_file(folder / "probe.safetensors")
     native = {k.removesuffix("_native"): v for k, v in probe.items() if k.endswith("_native")}
     trained = {name: value for name, value in probe.items() if not name.endswith("_native")}
@@ -163,12 +164,12 @@ def test_headings_are_in_order(report):
 def test_the_inspection_sees_cut_titles_and_errors(report, tmp_path):
     """A title too long for its figure and a page that throws must fail the tests above."""
     page = report.read_text(encoding="utf-8")
-    page = page.replace("nats per token (log)", "nats per token " * 30)
+    page = page.replace("rollout probability", "rollout probability " * 30)
     throws = "<script>throw Error('planted')</script><script>"
     page = page.replace('<script id="plotly">', throws)
     (view,) = inspected(page, tmp_path, [(390, False)])
     assert any("planted" in error for error in view["errors"])
-    assert any(text.startswith("noise: nats per token") for text in view["cut"])
+    assert any(text.startswith("scatter-dense: rollout probability") for text in view["cut"])
 
 
 @pytest.mark.parametrize("palette", [LIGHT, DARK])
@@ -255,16 +256,12 @@ def test_waterfall_bars_stand_between_their_levels():
     assert [row[1] for row in table] == ["", "-4e-3", "+1e-3", ""]
     assert table[1][2] == "-6e-3 \N{EN DASH} -2e-3"
     assert less["text"] == ["-4e-3 nats (-6e-3 \N{EN DASH} -2e-3)"]
-    assert breakdown_rows([ROW]) == [("0 to 8", "10", "1e-3", "0.02", "100%")]
 
 
 def test_parts_of_the_gap_stand_beside_parts_of_the_tokens():
-    drawn = {figure.layout["yaxis"]["title"]["text"]: figure for figure in breakdowns(TREE)}
-    of_tokens, of_gap = drawn["turn"].data
-    assert (of_tokens["name"], of_gap["name"]) == ("of the tokens", "of the gap")
-    assert of_tokens["y"] == of_gap["y"] == ["turn 1", "turn 2"]
-    assert (of_tokens["x"], of_gap["x"]) == ([0.5, 0.5], [0.7843, 0.2157])
-    assert drawn["turn"].title == "By turn: turn 1 holds 78.4% of the gap on 50% of the tokens"
+    found = breakdown("turn", TURNS)
+    assert found.rows[0] == ("turn 1", "10", "1e-3", "0.02", "78.4%")
+    assert found.title == "By turn: turn 1 holds 78.4% of the gap on 50% of the tokens"
 
 
 def test_shares_are_percentages_in_the_tables():
@@ -304,7 +301,6 @@ def test_a_negligible_gap_has_no_percentages_and_no_intervals():
         assert set(trace["error_x"]["array"] + trace["error_x"]["arrayminus"]) == {0.0}
         assert "(" not in str(trace["text"])
     assert [row[2] for row in waterfall_rows(small)] == ["\u2013"] * 4
-    assert noise(small).title == "Every change by itself is too small to matter"
     plain = {"mismatch/k3": 9e-5, "mismatch/f2": 0.0}
     metrics = {"without_replay": plain, "with_replay": {"mismatch/k3": 3e-5}}
     assert tiles(small | {"metrics": metrics})[1][2] == "both are too small to matter"
@@ -312,11 +308,11 @@ def test_a_negligible_gap_has_no_percentages_and_no_intervals():
     assert tiles(small | {"metrics": metrics})[1][2] == "3.33 times less"
 
 
-def test_noise_is_compared_with_the_gap():
-    drawn = noise(TREE)
-    (points,) = drawn.data
-    assert [name.split("<br>")[0] for name in points["y"]] == ["trainer, repeated", "batch shape"]
-    assert points["marker"]["symbol"] == ["circle-open", "circle"]  # exactly 0 is said to be 0
-    assert points["x"][1] == 1e-9
-    assert drawn.layout["shapes"][0]["x0"] == 5e-3
-    assert drawn.title == "No change by itself comes near the gap"
+def test_each_change_alone_and_each_repeat_is_a_row():
+    how = "k3 between two passes: the same forward a second time, packed in the opposite order"
+    large = {"name": "bfloat16", "how": "packed", "nats": estimate(4e-3)}
+    assert alone_rows(TREE | {"alone": [*TREE["alone"], large]}) == [
+        ("trainer, repeated", "0", "\u2013", how),
+        ("batch shape", "1e-9", "\u2013", "alone"),  # no interval where it is too small to matter
+        ("bfloat16", "4e-3", "2e-3 \u2013 6e-3", "packed"),
+    ]

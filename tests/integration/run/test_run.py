@@ -28,7 +28,9 @@ def test_run_folder(finished):
     found = rows(finished)
     assert [row["step"] for row in found] == [0, 1, 2, 3, 4]
     assert [row["step"] for row in found if "eval/greedy" in row] == [0, 2, 4]
-    assert [row["step"] for row in found if "counterfactual/mismatch/k3" in row] == [1, 3, 4]
+    for probed in ("mismatch/k3", "routing/layer@0"):
+        assert [r["step"] for r in found if f"counterfactual/{probed}" in r] == [1, 3, 4]
+    assert [row["step"] for row in found if "routing/layer@0" in row] == [1, 3, 4]
     assert {"eval/avg@2", "eval/pass@2"} <= set(found[0])
     names = "train/reward mismatch/k3 routing/routers correction/weight_mean time/rollout train/lr"
     assert all(set(names.split()) <= set(row) for row in found[1:])
@@ -62,7 +64,8 @@ def test_counterfactual_equals_a_run_without_replay(train):
     )
     assert with_replay["train/reward"] == without["train/reward"]  # the very same rollouts
     assert with_replay["counterfactual/mismatch/k3"] == without["mismatch/k3"]
-    assert with_replay["counterfactual/routing/routers"] == without["routing/routers"]
+    for name in ("routing/routers", "routing/layer@0"):
+        assert with_replay[f"counterfactual/{name}"] == without[name]
     assert with_replay["mismatch/k3"] != without["mismatch/k3"]
     assert with_replay["correction/weight_max"] == 1
     assert without["correction/weight_max"] > 0

@@ -222,4 +222,4 @@ def test_the_picture_does_not_take_the_place_of_the_result(tmp_path, monkeypatch
     write_comparison(tmp_path, runs, contrasts(runs), recipe="t", png=True)
     assert "sentences" in json.loads((tmp_path / "comparison.json").read_text())
     drawn = {path.stem for path in (tmp_path / "figures").iterdir()}
-    assert drawn == {"k3", "above", "reward", "grad_norm"}
+    assert drawn == {"k3", "reward", "grad_norm"}

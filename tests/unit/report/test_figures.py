@@ -38,11 +38,11 @@ from onepolicy.report.run_page import (
 )
 from onepolicy.report.run_summary import outcome
 from onepolicy.run.summary import summarise
-from support.report_run import make_fixture_run
+from support.report_run import make_fixture_run, own_probe
 
 FULL = {
     *("reward", "length", "entropy", "grad_norm", "k3", "f_tau", "scatter", "scatter_native"),
-    *("routers", "tokens", "sequences", "layers", "gate-mass", "time"),
+    *("layers", "gate-mass", "time"),
 }
 
 
@@ -134,11 +134,11 @@ def test_colours_and_second_signs(run_folder):
     assert [t["line"]["color"] for t in figures["k3"].data[1::2]] == ["@trainer", "@replay"]
     assert figures["scatter"].data[0]["marker"]["color"] == "@replay"
     assert figures["scatter_native"].data[0]["marker"]["color"] == "@trainer"
-    for name in ("routers", "tokens", "sequences", "layers"):
-        assert [t["marker"]["color"] for t in figures[name].data] == ["@trainer", "@replay"]
+    assert [t["marker"]["color"] for t in figures["layers"].data] == ["@trainer", "@replay"]
     (mass,) = figures["gate-mass"].data
     assert mass["marker"]["color"] == "@replay"
     assert mass["y"] == pytest.approx([0.001 * (1 + layer) for layer in range(8)], rel=1e-3)
+    assert mass["x"] == list(range(0, 16, 2))  # the decoder's layers
 
 
 def test_a_layer_is_named_only_where_it_stands_out(subtests):
@@ -167,7 +167,7 @@ def all_figures(folder: Path) -> list[Figure | Absent]:
     return [*(figure for draw in drawn for figure in draw(run)), time_split(run)]
 
 
-OF_ROUTERS = {"routers", "tokens", "sequences", "layers", "gate-mass"}
+OF_ROUTERS = {"layers", "gate-mass"}
 OF_REPLAY = {"scatter_native", "gate-mass"}
 MISSING = [
     ("moe", OF_ROUTERS, "a dense model has no routers"),
@@ -237,8 +237,8 @@ def test_no_probe_and_no_samples(copy):
         path.unlink()
     (copy / "samples.jsonl").unlink()
     page = page_of(copy)
-    assert set(specs(page)) == {"reward", "length", "entropy", "grad_norm", "k3", "time"}
-    for part in ("F(\u03c4)", "Probability scatter", "Routing"):
+    assert set(specs(page)) == FULL - {"f_tau", "scatter", "scatter_native"}
+    for part in ("F(\u03c4)", "Probability scatter"):
         assert f"{part}: no probe" in page
     assert "Samples: samples.jsonl is" in page
 
@@ -248,6 +248,22 @@ def probe_run(copy: Path, **tensors: list) -> object:
     arrays = {name: np.array(v, dtype=types.get(name)) for name, v in tensors.items()}
     save_file(arrays, copy / "probes" / "step_00011.safetensors")
     return load_run(copy)
+
+
+def test_a_probe_of_log_probabilities_alone_is_drawn(copy):
+    """The first version wrote no more."""
+    run = probe_run(copy, logp_rollout=[-2.0] * 8, logp_trainer=[-1.0] * 8)
+    tail, scatter, absent = token_figures(run)
+    assert (tail.name, scatter.name, absent.name) == ("f_tau", "scatter", "scatter_native")
+    assert scatter.note.startswith("All 8 tokens of the probe at step 11")
+    assert isinstance(absent, Absent)
+
+
+def test_a_probe_that_counts_differing_experts_is_drawn(copy):
+    own_probe(copy / "probes" / "step_00012.safetensors")
+    drawn = token_figures(load_run(copy))
+    assert [each.name for each in drawn] == ["f_tau", "scatter_native", "scatter"]
+    assert all(isinstance(each, Figure) for each in drawn)
 
 
 def test_f_tau_by_hand(copy):
@@ -274,24 +290,24 @@ def test_f_tau_by_hand(copy):
     assert dict(zip(axis["tickvals"], axis["ticktext"], strict=True))[floor] == "0"
 
 
-def test_routing_figures_by_hand(copy):
-    run = probe_run(
-        copy,
-        logp_rollout=[-1.0],
-        logp_trainer=[-1.0],
-        disagree_per_token=[0, 0, 2, 1],
-        disagree_per_sequence=[0.0, 1.0],
-        experts_differing=[90, 0, 10],
-    )
-    figures = {f.name: f for f in routing_figures(run) if isinstance(f, Figure)}
-    tokens, routers, sequences = figures["tokens"], figures["routers"], figures["sequences"]
-    assert tokens.data[0]["y"] == [0.5, 0.25, 0.25]
-    assert tokens.title == "Tokens with a router that would choose otherwise: 50% with replay"
-    assert routers.data[0]["y"] == [0.9, None, 0.1]
-    assert sequences.data[0]["y"][0] == sequences.data[0]["y"][-1] == 0.5
-    missing = [f for f in routing_figures(run) if isinstance(f, Absent)]
-    why = ("layers: the last probe has no disagree", "gate mass: the last probe has no gate_mass")
-    assert [f.why for f in missing] == [f"Routing, {words}_per_layer." for words in why]
+def test_layers_are_of_the_last_step_that_measured_them(copy):
+    run, layer = load_run(copy), "routing/layer@"
+    for row in run.rows:
+        for name in [name for name in row if "@" in name]:
+            del row[name]
+    (missing,) = routing_figures(run)
+    assert missing.why.startswith("Routing by layer: metrics.jsonl has no routing/layer@k")
+    native = f"counterfactual/{layer}"
+    run.rows[1] |= {f"{layer}3": 0.5, f"{native}3": 0.75, "replay/gate_mass@3": 0.5}
+    run.rows[2] |= {f"{layer}10": 0.25, f"{layer}2": 0.0, f"{native}2": 0.25, f"{native}10": 1.0}
+    (figure,) = routing_figures(run)
+    assert [(bar["x"], bar["y"]) for bar in figure.data] == [
+        ([2, 10], [0.25, 1.0]),
+        ([2, 10], [0.0, 0.25]),
+    ]
+    expected = "Layer 10 would choose otherwise most: for 100% of tokens without replay"
+    assert figure.title == expected
+    assert "the experts that ran are 100% the rollout's in every layer" in figure.note
 
 
 def test_zero_k3_is_visible(copy):

@@ -30,20 +30,6 @@ def drawn(*runs):
     return {each.name: each for each in figures(runs)}
 
 
-def test_the_share_of_large_steps_is_over_all_seeds_of_an_arm():
-    figure = drawn(
-        *(run("off", [2e-3, 1e-5, 1e-5, None], seed=seed) for seed in (0, 1)),
-        *(run("r3", [1e-5] * 4, seed=seed) for seed in (0, 1)),
-    )["above"]
-    assert figure.title == "Steps above 1e-3: 2 of 6 without replay, 0 of 8 with replay"
-    off, _ = figure.data
-    assert off["x"] == [1e-5] * 4 + [2e-3] * 3
-    assert off["y"] == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
-    assert off["line"]["shape"] == "vh"  # after 1e-5 two of six are left, as the title says
-    low, high = figure.layout["yaxis"]["range"]
-    assert low < 0 < 1 < high  # both ends of the curve stand inside
-
-
 def test_a_zero_is_a_tick_at_the_edge_and_no_line_leads_to_it():
     """The gradient norm of a step without signal is 0, which a log axis does not have."""
     norms = [2.0, 0.0] * 40

@@ -10,7 +10,8 @@ import torch
 from onepolicy.config import TrainingError
 from onepolicy.divergence.breakdown import metrics_per_staleness, metrics_per_turn
 from onepolicy.run.log import is_known
-from onepolicy.run.step_metrics import gradient_metrics, mismatch_metrics
+from onepolicy.run.step_metrics import gradient_metrics, metrics_per_layer, mismatch_metrics
+from onepolicy.types import RoutingTrace
 from support.objective_batches import batch
 
 
@@ -41,6 +42,26 @@ def test_late_turns_share_bins_that_double():
     assert found == pytest.approx(means | counts, rel=1e-6)
     assert all(map(is_known, found))
     assert all(is_known(f"counterfactual/{name}") for name in means)
+
+
+def test_the_worse_of_two_routers_speaks_for_their_layer():
+    """Layer 0 has two, of which the first differs at one token of two; layer 2 differs nowhere."""
+    ids = torch.zeros(2, 3, 1, dtype=torch.uint8)
+    other = ids.clone()
+    other[0, 0] = 1
+    found = metrics_per_layer(
+        scored([0, 0], [0.0, 0.0]).replace(
+            routing=RoutingTrace(ids, torch.ones(2, dtype=torch.bool), (0, 0, 2), 4),
+            routing_native=RoutingTrace(other, torch.ones(2, dtype=torch.bool), (0, 0, 2), 4),
+            gate_mass=torch.tensor([[0.5, 1.0, 1.0], [1.0, 1.0, 1.0]]),
+        )
+    )
+    assert found == {
+        "routing/layer@0": 0.5,
+        "routing/layer@2": 0.0,
+        "replay/gate_mass@0": 0.75,
+        "replay/gate_mass@2": 1.0,
+    }
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -1,4 +1,4 @@
-"""Causes and places of a gap: waterfall, single changes, breakdowns, whole distributions.
+"""Causes of a gap as a waterfall, and whole distributions.
 
 Input: the tree of OUT/measure.json.
 """
@@ -15,7 +15,6 @@ from onepolicy.report.figures.parts import (
     SOFT,
     WITH,
     WITHOUT,
-    Absent,
     Figure,
     LineStyle,
     LogScale,
@@ -23,9 +22,7 @@ from onepolicy.report.figures.parts import (
     Spec,
     axis,
     bars,
-    limit,
     line,
-    markers,
 )
 from onepolicy.report.figures.tokens import beyond
 from onepolicy.report.words import Tree
@@ -33,13 +30,6 @@ from onepolicy.verdict.declared import HARMLESS_KL
 from onepolicy.verdict.rules import SMALL
 
 ROW = 46  # pixels of one row of a horizontal figure
-REPEATED = {  # metric -> (name, description of the repetition)
-    "counterfactual/repeat/k3": (
-        "trainer, repeated",
-        "the same forward a second time, packed in the opposite order",
-    ),
-    "engine_all/k3": ("engine, repeated", "the same requests with the same seeds a second time"),
-}
 
 
 def distribution(found: Tree) -> Figure:
@@ -132,90 +122,6 @@ def fall_title(fall: Tree) -> str:
     if first["removed"]["low"] > 0:
         return title
     return f"{title}, though its interval includes 0"
-
-
-def noise(tree: Tree) -> Figure:
-    """Draw the effect of single changes by themselves, on a log axis beside the whole gap."""
-    rows, total = noise_rows(tree), tree["waterfall"]["total"]["value"]
-    scale = LogScale.of([v for _, each, _ in rows for v in (each["value"], each["high"])], [total])
-    names = [_named(name, number(each["value"])) for name, each, _ in rows]
-    values = [each["value"] for _, each, _ in rows]
-    lifted = scale.lift(values)
-    above, below = [], []
-    for (_, each, _), x in zip(rows, lifted, strict=True):
-        shown = shows_interval(each)
-        above.append(max(0.0, each["high"] - x) * shown)
-        below.append(max(0.0, x - max(each["low"], scale.floor)) * shown)
-    marker = {"symbol": scale.symbols(values, "circle"), "size": 10}
-    look = {"marker": marker, "hovertemplate": "%{x:.3g} nats<extra></extra>"}
-    points = markers("", lifted, names, NEUTRAL, error_x=_whiskers(above, below, "@ink"), **look)
-    layout = {
-        "xaxis": scale.axis("nats per token (log)", steps=2) | {"tickangle": 0},
-        "yaxis": _rows(names),
-        "showlegend": False,
-    }
-    if total > 0:
-        gap, text = limit(total, "the gap", vertical=True)
-        gap["line"] = {"color": "@rollout", "width": 1.5, "dash": "dash"}
-        layout |= {"shapes": [gap], "annotations": [text | {"xanchor": "right", "xshift": -3}]}
-    note = (
-        "Each change by itself, so these do not add up. The dashed line is the whole gap; an "
-        "open circle at the left end is at or below 0. Whiskers: 95% bootstrap over sequences, "
-        f"where that reaches {number(HARMLESS_KL)}."
-    )
-    title, height = _noise_title(rows, total), 90 + ROW * len(names)
-    return Figure("noise", title, note, [points], layout, "wide", height=height)
-
-
-def noise_rows(tree: Tree) -> list[tuple[str, Tree, str]]:
-    """Return (name, estimate, description) of every single change; repeats have no interval."""
-    repeated, out = tree["metrics"]["repeated_forward"], []
-    for key, (name, how) in REPEATED.items():
-        if key in repeated:
-            estimate = dict.fromkeys(("value", "low", "high"), repeated[key])
-            out.append((name, estimate, f"k3 between two passes: {how}"))
-    return [*out, *((each["name"], each["nats"], each["how"]) for each in tree["alone"])]
-
-
-def _noise_title(rows: list[tuple[str, Tree, str]], total: float) -> str:
-    name, largest, _ = max(rows, key=lambda row: row[1]["value"])
-    if max(total, largest["value"]) < HARMLESS_KL:
-        return f"Every change by itself is {SMALL}"
-    if total <= 0 or largest["value"] < 0.1 * total:
-        return "No change by itself comes near the gap"
-    title = f"By itself, {name} moves {number(largest['value'])} nats per token"
-    if total < HARMLESS_KL:
-        return title
-    return f"{title}: {number(largest['value'] / total)} times the gap"
-
-
-def breakdowns(tree: Tree) -> list[Figure | Absent]:
-    """Draw the share of the gap against the share of the tokens, for every breakdown."""
-    out: list[Figure | Absent] = []
-    height = 110 + ROW * max(map(len, tree["breakdowns"].values()))
-    for i, (name, rows) in enumerate(tree["breakdowns"].items()):
-        labels, gap = [row["name"] for row in rows], [row["share"] for row in rows]
-        tokens = sum(row["tokens"] for row in rows)
-        shares = [row["tokens"] / tokens for row in rows]
-        flat = {"orientation": "h", "hovertemplate": "%{y}: %{x:.1%}<extra></extra>"}
-        data = [
-            bars("of the tokens", shares, labels, SOFT, **flat),
-            bars("of the gap", gap, labels, NEUTRAL, **flat),
-        ]
-        span = [0, 1.02 * max([*gap, *shares])]
-        legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
-        layout = {
-            "xaxis": axis("share", tickformat=".0%", range=span, nticks=6),
-            "yaxis": _rows(labels) | {"title": {"text": name}},
-            "legend": legend | {"traceorder": "reversed"},
-        }
-        most = max(rows, key=lambda row: row["share"])
-        of_gap = number(most["share"], share=True)
-        of_tokens = number(most["tokens"] / tokens, share=True)
-        title = f"By {name}: {most['name']} holds {of_gap} of the gap on {of_tokens} of the tokens"
-        note = "A dark bar longer than its light one: these tokens are worse than average."
-        out.append(Figure(f"breakdown-{i}", title, note, data, layout, height=height))
-    return out
 
 
 def shows_interval(estimate: Tree) -> bool:

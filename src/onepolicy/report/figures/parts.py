@@ -7,7 +7,6 @@ the light palette.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 
 Spec = dict[str, Any]
 Array = np.ndarray
-Width = Literal["third", "half", "two-thirds", "wide"]
+Width = Literal["third", "half", "wide"]
 
 TAU = "\N{GREEK SMALL LETTER TAU}"
 RHO = "\N{GREEK SMALL LETTER RHO}"
@@ -109,10 +108,6 @@ class Figure:
             for name, settings in given.items()
         }
         return {"data": self.data, "layout": LAYOUT | self.layout | axes}
-
-    def noted(self, note: str) -> Figure:
-        """Return the figure with one more sentence in its note."""
-        return dataclasses.replace(self, note=f"{self.note} {note}".strip())
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ MOST_STEPS = 40  # of a running mean
 FEWEST_STEPS = 20
 """With fewer values a curve is its points; from here on they are faint behind a running mean."""
 LABEL = 15  # height of a label at the end of a line [pixels]
-HEIGHTS = {"third": 260, "half": 300, "two-thirds": 360, "wide": 360}  # as in templates/style.css
+HEIGHTS = {"third": 260, "half": 300, "wide": 360}  # as in templates/style.css
 MEANING = f"k3 = mean({RHO} - 1 - log {RHO}), {RHO} = p_trainer / p_rollout of the sampled tokens"
 K3_LIMITS = {
     HARMLESS_KL: f"{number(HARMLESS_KL)}, {SMALL} below",
@@ -48,17 +48,11 @@ TIME_PARTS = {  # part -> colour, fill pattern
 Mark = tuple[float, str]  # a step, and its meaning
 
 
-def k3(
-    series: Sequence[Series],
-    title: str,
-    note: str = "",
-    marks: Sequence[Mark] = (),
-    width: Width = "wide",
-) -> Figure:
+def k3(series: Sequence[Series], title: str, note: str = "", marks: Sequence[Mark] = ()) -> Figure:
     """Draw k3 over steps, with the limits of the verdict."""
     note = f"{MEANING}; 0 = same policy. {note}".strip()
-    unit, limits = "k3, nats per token", K3_LIMITS
-    return over_steps("k3", title, note, series, unit, limits=limits, marks=marks, width=width)
+    unit = "k3, nats per token"
+    return over_steps("k3", title, note, series, unit, limits=K3_LIMITS, marks=marks)
 
 
 def over_steps(

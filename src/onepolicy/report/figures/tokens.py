@@ -1,6 +1,6 @@
-"""Sampled tokens under both engines: F(tau), probability scatter, histogram of log ratios.
+"""Sampled tokens under both engines: F(tau) and probability scatter.
 
-`beyond` draws every share of things larger than x: tokens (F(tau)), positions, steps.
+`beyond` draws every share of things larger than x: tokens (F(tau)), positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from onepolicy.correct.report import BINS_PER_SIGN, GROWTH, SMALLEST, histogram
 from onepolicy.notation import counted, number
 from onepolicy.record.statistics import Statistics
 from onepolicy.report.figures.parts import (
-    RHO,
     TAU,
     Array,
     Figure,
@@ -31,8 +30,7 @@ from onepolicy.report.figures.parts import (
     line,
     markers,
 )
-from onepolicy.report.figures.steps import F2_LIMITS, K3_LIMITS
-from onepolicy.verdict.rules import QUIET_KL
+from onepolicy.report.figures.steps import F2_LIMITS
 
 MAX_POINTS = 20_000  # of all scatters together: SVG stays usable
 KEPT_EXTREMES = 500  # per scatter; the rest is a random subsample
@@ -130,13 +128,9 @@ def extreme_tokens(tails: Sequence[Tail], where: str = "", width: Width = "wide"
             title = f"{share} of the tokens are off by more than a factor of 2"
     figure = beyond("f_tau", title, note, curves, xaxis, f"share beyond {TAU} (log)", scale, width)
     figure.data.extend(spots)
-    return _limited(figure, F2_LIMITS)
-
-
-def _limited(figure: Figure, limits: dict[float, str], *, vertical: bool = False) -> Figure:
-    lines = [limit(at, meaning, vertical=vertical) for at, meaning in limits.items()]
-    figure.layout["shapes"] = [shape for shape, _ in lines]
-    figure.layout["annotations"] = [text for _, text in lines]
+    limits = [limit(at, meaning) for at, meaning in F2_LIMITS.items()]
+    figure.layout["shapes"] = [shape for shape, _ in limits]
+    figure.layout["annotations"] = [text for _, text in limits]
     return figure
 
 
@@ -161,35 +155,6 @@ def beyond(
         data.append(line(each.label, x, y, each.style, hovertemplate="%{x:.3g}: %{y:.2g}"))
         data[-1]["line"]["width"] = 2.4
     return Figure(name, title, note, data, {"xaxis": xaxis, "yaxis": scale.axis(unit)}, width)
-
-
-def large_steps(series: Sequence[Series], width: Width = "third") -> Figure:
-    """Draw the share of steps whose k3 is above x. Series of one label count together."""
-    arms: dict[str, list[Series]] = {}
-    for each in series:
-        arms.setdefault(each.label, []).append(each)
-    data, above = [], []
-    for label, parts in arms.items():
-        values = np.concatenate([np.asarray(each.y, dtype=float) for each in parts])
-        values = np.sort(values[np.isfinite(values)])
-        count = int((values > QUIET_KL).sum())
-        above.append(f"{count} of {len(values)} {label}")
-        shares = 1 - np.arange(len(values)) / max(1, len(values))
-        x, y = values.tolist(), shares.tolist()
-        data.append(line(label, [*x, *x[-1:]], [*y, *[0.0] * bool(x)], parts[0].style))
-        data[-1]["line"] |= {"width": 2.4, "shape": "vh"}
-    scale = LogScale.of(*(each.y for each in series), K3_LIMITS)
-    for trace in data:
-        trace["x"] = scale.lift(trace["x"])
-    percent = {"range": [-0.02, 1.04], "tickformat": ".0%", "nticks": 6}
-    layout = {
-        "xaxis": scale.axis("k3, nats per token", steps=4) | {"tickangle": 0},
-        "yaxis": axis("share of steps above", **percent),
-    }
-    title = f"Steps above {number(QUIET_KL)}: {', '.join(above)}"
-    limits = dict.fromkeys(K3_LIMITS, "")
-    figure = Figure("above", title, "How often k3 is larger than x.", data, layout, width)
-    return _limited(figure, limits, vertical=True)
 
 
 def scatter(name: str, pairs: Pairs, budget: int, where: str = "", width: Width = "half") -> Figure:
@@ -233,34 +198,6 @@ def subsample(difference: Array, budget: int) -> Array:
     kept = min(KEPT_EXTREMES, budget)
     rest = np.random.default_rng(0).choice(order[kept:], size=budget - kept, replace=False)
     return np.sort(np.concatenate([order[:kept], rest]))
-
-
-def log_ratios(
-    series: Sequence[Series], spans: Sequence[tuple[float, float, float]], covered: float
-) -> Figure:
-    """Draw densities of log rho. spans: its 1%, 50% and 99% quantiles. covered: share of tokens."""
-    data = []
-    for each in series:
-        data.append(line(each.label, list(each.x), list(each.y), each.style))
-        data[-1]["line"] |= {"shape": "hvh"}
-    shown = number(covered, share=True)
-    note = f"Density of log {RHO}, {RHO} = p_trainer / p_rollout, over {shown} of the tokens."
-    layout = {"xaxis": axis(f"log {RHO} (nats)"), "yaxis": axis("density", rangemode="tozero")}
-    parts = [
-        f"{each.label}: " * (len(series) > 1) + _describe_log_ratios(*span)
-        for each, span in zip(series, spans, strict=True)
-    ]
-    return Figure("log_ratio", "; ".join(parts), note, data, layout)
-
-
-def _describe_log_ratios(low: float, middle: float, high: float) -> str:
-    text = f"log {RHO} of 98% of the tokens is from {number(low)} to {number(high)}"
-    reach = max(abs(low), abs(high))
-    if reach == 0:
-        return f"{text}, exactly 0"
-    if abs(low + high) > reach or abs(middle) > 0.1 * reach:
-        return f"{text}, to one side of 0"
-    return f"{text}, centred on 0"
 
 
 def _spot(tau: float, share: float, style: LineStyle, scale: LogScale) -> Spec:
