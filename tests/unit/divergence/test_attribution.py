@@ -21,7 +21,8 @@ from onepolicy.divergence.breakdown import (
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.notation import number
 from onepolicy.verdict.bug_signatures import Diagnosis, Finding
-from onepolicy.verdict.rules import CAUSES, Gap, verdict
+from onepolicy.verdict.rules import CAUSES, verdict
+from support.stated_gap import StatedGap
 
 CLEAN = Diagnosis(0.01, ())
 
@@ -155,7 +156,9 @@ def test_tokens_of_a_tool_call():
 
 
 def gap(k3, *, f2=0.0, f5=0.0, tokens=1000, error=math.nan):
-    return Gap(tokens, tokens // 50 or 1, k3, f2, f5, max_dlogp=1.0 if k3 else 0.0, k3_error=error)
+    return StatedGap(
+        tokens, tokens // 50 or 1, k3, f2, f5, max_dlogp=1.0 if k3 else 0.0, k3_error=error
+    )
 
 
 R3, TIS, BOTH = "replay.mode=r3", "correction.preset=tis", "replay.mode=r3 correction.preset=tis"
