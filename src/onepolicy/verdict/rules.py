@@ -17,7 +17,7 @@ from onepolicy.record.means import NO_TOKEN, Mean
 from onepolicy.record.statistics import Statistics
 from onepolicy.verdict.bug_signatures import Diagnosis
 from onepolicy.verdict.declared import HARMLESS_KL, TOO_FAR, UNDECLARED, Action, Declared
-from onepolicy.verdict.scored_tokens import FEWEST
+from onepolicy.verdict.scored_tokens import CAUSES, FEWEST
 
 QUIET_KL = NOMINAL_KL
 """k3 below which a gap needs nothing, if F(2) is below QUIET_F2 too."""
@@ -49,26 +49,6 @@ It applies whatever the standard error is, because a sample sees the tail of rho
 """
 FEW_ROWS = 12
 """Fewest sequences among which a wrong part can be told from the rest."""
-CAUSES = {
-    "fill": "log-probabilities are missing or filled in, or prompts or padding are inside the mask",
-    "not_log": "values are probabilities, not their logarithms",
-    "constant": "one number stands in the place of a row's log-probabilities",
-    "shift": "the two sides are a token or two apart",
-    "retokenised": "the two sides scored different tokens",
-    "scale": "one side's log-probabilities are multiples of the other's (another base, or divided "
-    "by a length)",
-    "temperature": "the engine samples at another temperature than the trainer scores at, or "
-    "returns raw log-probabilities, before temperature, where processed ones are needed",
-    "support": "sampling is narrowed (top-p, top-k), or is at a low temperature, and the "
-    "log-probabilities of one side do not show it (raw against processed ones)",
-    "stale": "the engine holds other weights than the trainer",
-    "rows": "values of some rows are those of other rows",
-    "copy": "one side is a copy of the other in some rows",
-    "context": "the two sides saw other prompts (system prompt, chat template)",
-    "mask": "prompts are inside the mask",
-    "routes": "the rollout's routes are not those of these tokens",
-    "sets": "sampling supports (top-p, top-k) are missing, or are not those of these tokens",
-}
 RAW_OR_PROCESSED = ("temperature", "support")
 """Causes that may be raw log-probabilities in the place of processed ones, or the reverse."""
 

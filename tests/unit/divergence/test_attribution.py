@@ -21,7 +21,8 @@ from onepolicy.divergence.breakdown import (
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.notation import number
 from onepolicy.verdict.bug_signatures import Diagnosis, Finding
-from onepolicy.verdict.rules import CAUSES, verdict
+from onepolicy.verdict.rules import verdict
+from onepolicy.verdict.scored_tokens import CAUSES
 from support.stated_gap import StatedGap
 
 CLEAN = Diagnosis(0.01, ())
