@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onepolicy.notation import number
 from onepolicy.verdict.declared import HARMLESS_KL, TOO_FAR
-from onepolicy.verdict.engine_faults import places, temperature
+from onepolicy.verdict.engine_faults import temperature
 from onepolicy.verdict.row_faults import (
     CHANCE,
     agreement_at_first,
@@ -293,7 +293,7 @@ def first_places(pairs: Pairs) -> Finding | None:
     if rows_of(pairs)[1] < FEWEST_ROWS:
         return None
     distinct = pairs.distinct
-    place, pairs = places(pairs)[distinct], pairs.at(distinct)
+    place, pairs = pairs.place[distinct], pairs.at(distinct)
     rank, best = ranks(pairs), None
     for many in (1, 2, 4, 8, 16):
         ahead, behind = rank.visible & (place < many), rank.visible & (place >= max(2 * many, 8))
@@ -328,10 +328,8 @@ def unlike_parts(pairs: Pairs) -> list[str]:
     carried = rows_that_carry_the_gap(pairs)
     if carried is not None:
         out.append(carried)
-    last = torch.ones(len(pairs.old), dtype=torch.bool)
-    last[:-1] = pairs.segment[1:] != pairs.segment[:-1]
     distinct = pairs.distinct
-    place, last, pairs = places(pairs)[distinct], last[distinct], pairs.at(distinct)
+    place, last, pairs = pairs.place[distinct], pairs.last[distinct], pairs.at(distinct)
     rank = ranks(pairs)
     values = rank.values[rank.visible]
     jump = _jump(place[rank.visible], values)

@@ -74,6 +74,18 @@ class Pairs:
         return (self.old - self.rollout).abs()
 
     @property
+    def place(self) -> Tensor:
+        """[n] int64, the place of each slot in its row."""
+        return torch.arange(len(self.segment)) - _starts(self.segment)
+
+    @property
+    def last(self) -> Tensor:
+        """[n] bool, True at the last slot of each row."""
+        last = torch.ones(len(self.segment), dtype=torch.bool)
+        last[:-1] = self.segment[1:] != self.segment[:-1]
+        return last
+
+    @property
     def open(self) -> Tensor:
         """[n] bool, True where the token was not certain."""
         return (self.old + self.rollout) / 2 < -SURE
