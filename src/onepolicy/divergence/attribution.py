@@ -71,13 +71,6 @@ class Waterfall:
     total: Estimate
     bars: tuple[Bar, ...]
 
-    @property
-    def remainder(self) -> Estimate:
-        """k3 after the last change."""
-        if not self.bars:
-            return self.total
-        return self.bars[-1].left
-
 
 def waterfall(start: Level, steps: Sequence[Level]) -> Waterfall:
     """Return the waterfall from `start`, both sides as they are, over steps of one more change."""

@@ -147,6 +147,13 @@ def logit(logp: Tensor) -> Tensor:
     return logp - (-logp.expm1()).clamp(min=1e-12).log()
 
 
+def correlation(x: Tensor, y: Tensor, none: float = 0.0) -> float:
+    """Return the correlation of [n] and [n]; `none` if one is constant, or n is below 3."""
+    if len(x) < 3:
+        return none
+    return float(torch.corrcoef(torch.stack([x, y]))[0, 1].nan_to_num(none))
+
+
 def contexts(
     tokens: Tensor | None, segment: Tensor, mask: Tensor, old: Tensor, rollout: Tensor
 ) -> Tensor:

@@ -45,7 +45,7 @@ def test_waterfall_by_hand():
     assert [bar.removed.value for bar in found.bars] == pytest.approx([0.0, k3], rel=1e-6)
     first = found.bars[0].removed
     assert (first.low, first.high) == (0.0, 0.0)  # paired: the same in every draw
-    assert found.remainder.value == 0
+    assert found.bars[-1].left.value == 0
     # two sequences, one with the whole gap: a draw has none, half or twice of it
     assert (found.total.low, found.total.high) == pytest.approx((0.0, 2 * k3), rel=1e-6)
 
@@ -58,7 +58,8 @@ def test_bars_and_remainder_add_up_to_the_k3_of_mismatch():
     segment = torch.arange(300) // 20
     found = waterfall(*levels([first, second], rollout, mask, segment))
     assert found.total.value == pytest.approx(mismatch(first, rollout, mask).k3)
-    assert found.total.value == pytest.approx(found.bars[0].removed.value + found.remainder.value)
+    (bar,) = found.bars
+    assert found.total.value == pytest.approx(bar.removed.value + bar.left.value)
     assert found.total.low < found.total.value < found.total.high
     alone = excess(first, second, rollout, mask, segment)
     assert astuple(alone) == pytest.approx(astuple(found.bars[0].removed))
