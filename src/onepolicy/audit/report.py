@@ -35,7 +35,7 @@ from onepolicy.report.words import (
     forecast_rows,
     show,
 )
-from onepolicy.verdict.rules import R3
+from onepolicy.verdict.rules import R3, mean_length
 
 Z95 = 1.959964
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
@@ -192,7 +192,8 @@ def _page(results: Sequence[AuditResult]) -> Page:
     ]
     for result in results:
         rows = forecast_rows([dataclasses.asdict(each) for each in result.verdict.forecasts])
-        length = counted(result.accumulated.mean_length, "token")
+        assert result.accumulated.overall is not None
+        length = counted(mean_length(result.accumulated.overall), "token")
         lead = f"Predicted for a normal log-ratio with KL = k3 and {length} a sequence."
         if rows:
             table = Table(FORECAST_HEADER, rows)

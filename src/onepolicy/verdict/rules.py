@@ -377,9 +377,13 @@ def _correction(gap: Statistics, forecasts: tuple[Forecast, ...]) -> tuple[str, 
     return name, f"correction.preset={name}", effect
 
 
+def mean_length(found: Statistics) -> int:
+    """Return the mean number of tokens of a sequence, at least 1."""
+    return max(1, round(found.tokens / found.sequences))
+
+
 def _forecasts(gap: Statistics) -> tuple[Forecast, ...]:
     if not 0 < gap.k3 <= TOO_FAR:
         return ()
-    length = max(1, round(gap.tokens / gap.sequences))
-    found = {name: predict(preset(name), gap.k3, length) for name in FORECAST}
+    found = {name: predict(preset(name), gap.k3, mean_length(gap)) for name in FORECAST}
     return tuple(Forecast(name, each.keep, each.attenuation) for name, each in found.items())
