@@ -139,7 +139,7 @@ class Rollout(Shape):
 
 
 class Settings(Shape):
-    """The part of config.json that the report reads. A resume reads all (stored_config.py)."""
+    """The part of config.json that reports and audits trust. stored_config.py reads all."""
 
     model: dict[str, Any] = {}
     task: dict[str, Any] = {}
