@@ -45,7 +45,7 @@ k3 is heavy-tailed: one probe can be most of a mean.
 LEAST_CHANGE = 0.02
 """Smallest change of a reward or score, as a share of the larger of first, last and 1."""
 COMPARED = ("mismatch/k3", "mismatch/f2", "routing/routers", "routing/tokens", "routing/sequence")
-"""The quantities that a run's page compares with and without replay."""
+"""The quantities whose means a summary has, and its page compares with and without replay."""
 GAP = "the gap between rollout and trainer"
 NOT_PARTS = ("step", "score_saved", "sampler_idle")  # the whole, and times that were not spent
 

@@ -14,6 +14,7 @@ from onepolicy.config.stored_config import read_stored_config
 from onepolicy.files import write_text_atomically
 from onepolicy.report.jsonl import known, mean, read_metrics
 from onepolicy.report.run_page import write_report
+from onepolicy.report.run_summary import COMPARED
 from onepolicy.run.learning_check import GROUPED, nothing_learnt
 from onepolicy.run.run_folder import SUMMARY, read_parent
 
@@ -34,13 +35,6 @@ TIMES = (
     "update",
     "sync",
     "step",
-)
-MEASURED = (
-    "mismatch/k3",
-    "mismatch/f2",
-    "routing/routers",
-    "routing/tokens",
-    "routing/sequence",
 )
 
 
@@ -194,15 +188,15 @@ def _scores(rows: list[Row], name: str | None) -> list[tuple[int, float]]:
 
 def _mismatch(train: list[Row]) -> Row:
     """Return the mean mismatch, and its comparison with the scoring without replay."""
-    probes = [row for row in train if f"counterfactual/{MEASURED[0]}" in row]
+    probes = [row for row in train if f"counterfactual/{COMPARED[0]}" in row]
     pairs = [(row["counterfactual/mismatch/k3"], row.get("mismatch/k3")) for row in probes]
     cuts = [without / within for without, within in pairs if without is not None and within]
     return {
-        "mismatch": {key: mean(known(train, key)) for key in MEASURED},
+        "mismatch": {key: mean(known(train, key)) for key in COMPARED},
         "probe_steps": [int(row["step"]) for row in probes],
-        "mismatch_at_probes": {key: mean(known(probes, key)) for key in MEASURED},
+        "mismatch_at_probes": {key: mean(known(probes, key)) for key in COMPARED},
         "mismatch_without_replay": {
-            key: mean(known(probes, f"counterfactual/{key}")) for key in MEASURED
+            key: mean(known(probes, f"counterfactual/{key}")) for key in COMPARED
         },
         "k3_cuts": sorted(cut for cut in cuts if math.isfinite(cut)),
     }
