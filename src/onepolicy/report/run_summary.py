@@ -22,6 +22,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from onepolicy.config.json_shapes import NothingLearnt
 from onepolicy.config.replay import ROLLOUT_MODES
 from onepolicy.notation import DASH, counted, ends, number
 from onepolicy.report.page import Card, Table, Tile
@@ -191,32 +192,12 @@ def accuracy(score: str | None) -> str:
     return f"held-out {name or 'score'}"
 
 
-@dataclass(frozen=True)
-class Unlearnt:
-    """A run whose rewards taught nothing or little. Reports say this first."""
-
-    learnt: str
-    verdict: str
-    why: list[str]
-    silent: int
-    steps: int
-
-
-def unlearnt(summary: Tree) -> Unlearnt | None:
-    """Return the reasons if the rewards taught nothing or little.
-
-    Returns None if they taught something, or if the summary's entry is damaged.
-    """
+def unlearnt(summary: Tree) -> NothingLearnt | None:
+    """Return the reasons if the rewards taught nothing or little. Reports say this first."""
     found = summary.get("nothing_learnt")
-    if not isinstance(found, dict) or not isinstance(found.get("why"), list):
+    if found is None:
         return None
-    texts = [found.get("learnt"), found.get("verdict"), *found["why"]]
-    silent, steps = found.get("silent"), found.get("steps")
-    if not all(isinstance(text, str) for text in texts):
-        return None
-    if type(silent) is not int or type(steps) is not int:
-        return None
-    return Unlearnt(str(texts[0]), str(texts[1]), found["why"], silent, steps)
+    return NothingLearnt(**found)
 
 
 def hardly_differs(first: float, last: float) -> bool:
