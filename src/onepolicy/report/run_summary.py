@@ -93,9 +93,7 @@ def _learning(summary: Tree) -> str:
 
 def _in_noise(summary: Tree) -> bool:
     """Return whether the course of the reward is within two standard errors of none."""
-    if "reward_error" not in summary:  # written by an earlier version
-        return False
-    error = summary["reward_error"]
+    error = summary.get("reward_error")
     return error is None or abs(summary["reward_last"] - summary["reward_first"]) < 2 * error
 
 

@@ -28,6 +28,7 @@ SUMMARY = {
     "steps": 120,
     "reward_first": 0.45,
     "reward_last": 0.91,
+    "reward_error": 0.01,
     "score": "eval/greedy",
     "eval_first": {"step": 0, "value": 0.5},
     "eval_last": {"step": 120, "value": 0.92},
