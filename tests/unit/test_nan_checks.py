@@ -18,7 +18,8 @@ from onepolicy.rollout.remote.start_up import check_processed_logprobs
 from onepolicy.sync import canary, push
 from onepolicy.train import rescore
 from onepolicy.verdict.bug_signatures import Diagnosis
-from onepolicy.verdict.rules import Gap, verdict
+from onepolicy.verdict.rules import verdict
+from support.stated_gap import StatedGap
 
 NAN, INF = math.nan, math.inf
 
@@ -138,7 +139,7 @@ def test_a_single_nan_of_the_trainer_fails_an_engine_check(monkeypatch):
 
 
 def test_no_verdict_rests_on_a_replay_whose_k3_is_nan():
-    small = Gap(tokens=10_000, sequences=100, k3=1e-5, f2=0.0, f5=0.0, max_dlogp=0.01)
+    small = StatedGap(tokens=10_000, sequences=100, k3=1e-5, f2=0.0, f5=0.0, max_dlogp=0.01)
     large = dataclasses.replace(small, k3=1e-2, f2=0.1, max_dlogp=3.0)
     broken = dataclasses.replace(large, k3=NAN)
     for gap in (small, large):

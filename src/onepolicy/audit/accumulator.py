@@ -181,9 +181,7 @@ class DumpAccumulator:
     rewards: dict[int, Mean] = field(default_factory=dict)  # of rows, by step
     newest: dict[int, int] = field(default_factory=dict)  # step: newest weight version
     ages: AgeStats = field(default_factory=AgeStats)  # empty if the dump has no ages
-    masked_tokens: int = 0  # tokens inside the mask, without those that are left out
     nonfinite: LeftOut = field(default_factory=LeftOut)  # tokens that are left out
-    masked_rows: int = 0  # rows that have some
     sample: RowSample = field(default_factory=lambda: RowSample(DIAGNOSED, SAMPLE_TOKENS))
     routes_sample: RowSample = field(
         default_factory=lambda: RowSample(("routes_rollout", "routes_trainer"), SAMPLE_ROUTES)
@@ -245,8 +243,6 @@ class DumpAccumulator:
             native = Statistics.of(columns["logp_native"][mask], rollout, row)
             self.native = _merged(self.native, native)
         sums = RowSums.of(trainer, rollout, row)
-        self.masked_tokens += len(row)
-        self.masked_rows += len(sums.tokens)
         found = Statistics.of_rows(sums)
         self.overall = _merged(self.overall, found)
         if "step" not in columns:
@@ -297,11 +293,6 @@ class DumpAccumulator:
             known.differing + Mean.of(terms[here], row[here]),
             known.agreeing + Mean.of(terms[agree], row[agree]),
         )
-
-    @property
-    def mean_length(self) -> int:
-        """Mean number of trainable tokens of a sample, at least 1."""
-        return max(1, round(self.masked_tokens / max(1, self.masked_rows)))
 
 
 def _merged(total: Statistics | None, part: Statistics) -> Statistics:

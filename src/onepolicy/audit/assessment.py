@@ -26,7 +26,7 @@ from onepolicy.verdict.bug_signatures import (
     diagnose,
 )
 from onepolicy.verdict.declared import HARMLESS_KL, UNDECLARED, Declared
-from onepolicy.verdict.rules import FEW_ROWS, RAW_OR_PROCESSED, Gap, Verdict, verdict
+from onepolicy.verdict.rules import FEW_ROWS, RAW_OR_PROCESSED, Verdict, quiet, verdict
 from onepolicy.verdict.scored_tokens import FEWEST
 from onepolicy.verdict.value_faults import missing
 
@@ -87,7 +87,7 @@ def assess(
         {step: stats.k3 for step, stats in accumulated.steps.items()},
         {step: stats.standard_error("k3") for step, stats in accumulated.steps.items()},
     )
-    gap = Gap.of(_stats_since(accumulated, onset))
+    gap = _stats_since(accumulated, onset)
     route_error = _route_error(accumulated, onset)
     trainer = "logp_trainer"
     if route_error and accumulated.native is not None:
@@ -152,12 +152,12 @@ def _aged(declared: Declared, accumulated: DumpAccumulator) -> Declared:
     return replace(declared, age=max(accumulated.ages.by_age))
 
 
-def _unchecked_causes(accumulated: DumpAccumulator, gap: Gap) -> list[str]:
+def _unchecked_causes(accumulated: DumpAccumulator, gap: Statistics) -> list[str]:
     """Return the checks that were not possible, of causes that a correction does not repair."""
     texts = [
         text for name, text in NEEDED_FOR_CORRECTION.items() if name not in accumulated.columns
     ]
-    if gap.sequences < FEW_ROWS and not gap.quiet:
+    if gap.sequences < FEW_ROWS and not quiet(gap):
         texts.append(
             f"{counted(gap.sequences, 'row')}, too few to see a part of them that is wrong: dump "
             f"{FEW_ROWS} or more"

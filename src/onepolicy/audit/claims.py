@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onepolicy.bounded import refuse_holes
 from onepolicy.config import UsageError
-from onepolicy.config.json_shapes import RunInfo, read_json_object
+from onepolicy.config.json_shapes import RunInfo, Settings, read_json_object
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.config.output_paths import CONFIG
 from onepolicy.invariant.fingerprint import difference_reason
@@ -30,16 +29,8 @@ def describe_pressure(folder: Path) -> str | None:
 
 def declared_by(folder: Path) -> Declared:
     """Return what the settings of a run of ours declare of its two sides."""
-    refuse_holes(folder / CONFIG, "copy the whole run folder again")
-    try:
-        settings = json.loads((folder / CONFIG).read_bytes())
-    except (ValueError, RecursionError):
-        raise UsageError(
-            f"{folder / CONFIG}: is damaged; copy the whole run folder again"
-        ) from None
-    if not isinstance(settings, dict):
-        settings = {}
-    return declared_of(settings)
+    hint = "copy the whole run folder again"
+    return declared_of(read_json_object(folder / CONFIG, Settings, hint))
 
 
 class BitComparison(NamedTuple):

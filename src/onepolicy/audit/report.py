@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from onepolicy.correct.equations import in_their_settings
 from onepolicy.correct.report import quantiles
 from onepolicy.files import DISK_FULL, write_text_atomically
 from onepolicy.notation import counted, number
+from onepolicy.record.means import Interval
 from onepolicy.record.schema import VERSION
 from onepolicy.report.figures.tokens import extreme_curve
 from onepolicy.report.page import Card, Page, Section, Table, plain, write_page
@@ -35,7 +35,7 @@ from onepolicy.report.words import (
     forecast_rows,
     show,
 )
-from onepolicy.verdict.rules import R3
+from onepolicy.verdict.rules import R3, mean_length
 
 Z95 = 1.959964
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
@@ -56,24 +56,11 @@ def overall_statistics(result: AuditResult) -> dict[str, float]:
     return found
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A mean of the second dump less that of the first, with a 95% interval.
+def differences(first: AuditResult, second: AuditResult) -> dict[str, Interval]:
+    """Return means of the second dump less those of the first, whose error both sides know.
 
-    The interval is normal, with standard errors by sequence.
+    The intervals are normal, with standard errors by sequence.
     """
-
-    value: float
-    low: float
-    high: float
-
-    def describe(self, *, share: bool = False) -> str:
-        low, high = (number(bound, share=share) for bound in (self.low, self.high))
-        return f"{number(self.value, share=share)} [{low}, {high}]"
-
-
-def differences(first: AuditResult, second: AuditResult) -> dict[str, Difference]:
-    """Return the differences of the statistics whose standard error is known on both sides."""
     a, b = overall_statistics(first), overall_statistics(second)
     found = {}
     for name in a:
@@ -81,7 +68,7 @@ def differences(first: AuditResult, second: AuditResult) -> dict[str, Difference
         error = math.hypot(*errors)
         if math.isfinite(error):
             value = b[name] - a[name]
-            found[name] = Difference(value, value - Z95 * error, value + Z95 * error)
+            found[name] = Interval(value, value - Z95 * error, value + Z95 * error)
     return found
 
 
@@ -93,7 +80,7 @@ def describe_difference(results: Sequence[AuditResult]) -> str:
     if k3 is None:
         return ""
     a, b = (result.label for result in results)
-    if k3.low <= 0 <= k3.high:
+    if not k3.excludes(0):
         return (
             f"k3 of {b} less that of {a} is {k3.describe()} nats a token: no difference is shown."
         )
@@ -192,7 +179,8 @@ def _page(results: Sequence[AuditResult]) -> Page:
     ]
     for result in results:
         rows = forecast_rows([dataclasses.asdict(each) for each in result.verdict.forecasts])
-        length = counted(result.accumulated.mean_length, "token")
+        assert result.accumulated.overall is not None
+        length = counted(mean_length(result.accumulated.overall), "token")
         lead = f"Predicted for a normal log-ratio with KL = k3 and {length} a sequence."
         if rows:
             table = Table(FORECAST_HEADER, rows)

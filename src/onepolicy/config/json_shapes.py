@@ -58,6 +58,16 @@ class Parent(Shape):
     step: Count
 
 
+class NothingLearnt(Shape):
+    """What a summary says of a run whose rewards taught nothing or little."""
+
+    learnt: Text
+    verdict: Text
+    why: list[Text]
+    silent: Count
+    steps: Count
+
+
 class Summary(Shape):
     """summary.json. report/run_summary.py explains the keys."""
 
@@ -92,6 +102,7 @@ class Summary(Shape):
     probe_steps: list[Count] | None = None
     k3_cuts: list[Number] | None = None
     groups_without_signal: Number | None = None
+    nothing_learnt: NothingLearnt | None = None
 
 
 class RunInfo(Shape):
@@ -139,7 +150,7 @@ class Rollout(Shape):
 
 
 class Settings(Shape):
-    """The part of config.json that the report reads. A resume reads all (stored_config.py)."""
+    """The part of config.json that reports and audits trust. stored_config.py reads all."""
 
     model: dict[str, Any] = {}
     task: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 A waterfall starts at k3 between rollout and trainer as they are. Each step changes one more thing
 on one side and scores the same tokens again; its bar is the k3 that this removed. The k3 after the
 last step is the remainder. Intervals are percentile bootstraps over sequences, with the same draws
-at every level, so that a bar is a paired difference.
+at every level, so that a bar is a paired difference; of one sequence both ends are the value.
 """
 
 from __future__ import annotations
@@ -15,23 +15,10 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
+from onepolicy.record.means import Interval
 
 DRAWS = 2000
 LEVEL = 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean with the 95% interval of its bootstrap."""
-
-    value: float  # nats a token
-    low: float  # bounds of the interval; both equal the value if there is only one sequence
-    high: float
-
-    @property
-    def sure(self) -> bool:
-        """True if the interval excludes 0."""
-        return self.low > 0 or self.high < 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,23 +47,16 @@ class Bar:
 
     name: str
     how: str
-    removed: Estimate  # k3 before minus k3 after; below 0 if the change made the gap larger
-    left: Estimate  # k3 after
+    removed: Interval  # k3 before minus k3 after; below 0 if the change made the gap larger
+    left: Interval  # k3 after
 
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
     """The whole gap and the part that each change removes."""
 
-    total: Estimate
+    total: Interval
     bars: tuple[Bar, ...]
-
-    @property
-    def remainder(self) -> Estimate:
-        """k3 after the last change."""
-        if not self.bars:
-            return self.total
-        return self.bars[-1].left
 
 
 def waterfall(start: Level, steps: Sequence[Level]) -> Waterfall:
@@ -84,21 +64,21 @@ def waterfall(start: Level, steps: Sequence[Level]) -> Waterfall:
     kept = bootstrap([(level.terms, level.sequence) for level in (start, *steps)])
     removed = kept[:, :-1] - kept[:, 1:]
     bars = [
-        Bar(step.name, step.how, _estimate(removed[:, i]), _estimate(kept[:, i + 1]))
+        Bar(step.name, step.how, _interval(removed[:, i]), _interval(kept[:, i + 1]))
         for i, step in enumerate(steps)
     ]
-    return Waterfall(_estimate(kept[:, 0]), tuple(bars))
+    return Waterfall(_interval(kept[:, 0]), tuple(bars))
 
 
-def distance(a: Tensor, b: Tensor, mask: Tensor, segment: Tensor) -> Estimate:
+def distance(a: Tensor, b: Tensor, mask: Tensor, segment: Tensor) -> Interval:
     """Return k3 of log-probabilities `a` [T] float32 against `b`, the rollout's place."""
-    return _estimate(bootstrap([(k3_terms(a, b)[mask], segment[mask])])[:, 0])
+    return _interval(bootstrap([(k3_terms(a, b)[mask], segment[mask])])[:, 0])
 
 
-def excess(a: Tensor, b: Tensor, against: Tensor, mask: Tensor, segment: Tensor) -> Estimate:
+def excess(a: Tensor, b: Tensor, against: Tensor, mask: Tensor, segment: Tensor) -> Interval:
     """Return k3 of `a` minus k3 of `b`, both against the same log-probabilities [T], paired."""
     kept = bootstrap([(k3_terms(x, against)[mask], segment[mask]) for x in (a, b)])
-    return _estimate(kept[:, 0] - kept[:, 1])
+    return _interval(kept[:, 0] - kept[:, 1])
 
 
 def k3_terms(logp: Tensor, rollout: Tensor) -> Tensor:
@@ -135,7 +115,7 @@ def bootstrap(
     return torch.stack(means, dim=1)
 
 
-def _estimate(draws: Tensor) -> Estimate:  # [draws + 1], the first of all sequences
+def _interval(draws: Tensor) -> Interval:  # [draws + 1], the first of all sequences
     tail = (1 - LEVEL) / 2
     low, high = draws[1:].quantile(torch.tensor([tail, 1 - tail], dtype=draws.dtype)).tolist()
-    return Estimate(float(draws[0]), low, high)
+    return Interval(float(draws[0]), low, high)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import ModelConfig
-from onepolicy.divergence.attribution import Estimate, Level, Waterfall, distance, excess, waterfall
+from onepolicy.divergence.attribution import Level, Waterfall, distance, excess, waterfall
 from onepolicy.measure.engine_noise import Resampled
 from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.load import load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.notation import number
+from onepolicy.record.means import Interval
 from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.train.rescore import (
     Rescorer,
@@ -40,7 +41,7 @@ class Ablation:
 
     name: str
     how: str
-    nats: Estimate
+    nats: Interval
 
 
 @dataclass(frozen=True, slots=True)

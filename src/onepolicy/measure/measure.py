@@ -40,7 +40,7 @@ from onepolicy.train.scorer import PolicyScorer
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose_batch
 from onepolicy.verdict.declared import HARMLESS_KL, declared_of
 from onepolicy.verdict.row_faults import MarkOfRows
-from onepolicy.verdict.rules import FEW_ROWS, REPLAY_HELPS, Gap, Verdict, verdict
+from onepolicy.verdict.rules import FEW_ROWS, REPLAY_HELPS, Verdict, quiet, verdict
 from onepolicy.verdict.scored_tokens import EXPLAINED, Finding
 
 Say = Callable[[str], None]
@@ -201,12 +201,12 @@ def _verdict(
     config: RunConfig,
     dense: bool,
 ) -> Verdict:
-    gap, replayed, routers, unchecked = Gap.of(first.found), None, None, []
+    gap, replayed, routers, unchecked = first.found, None, None, []
     if first.replayed is not None:
-        replayed = Gap.of(mismatch_of(first.replayed))
+        replayed = mismatch_of(first.replayed)
     if dense:
         routers = 0.0
-    if gap.sequences < FEW_ROWS and not gap.quiet:
+    if gap.sequences < FEW_ROWS and not quiet(gap):
         unchecked.append(
             f"{counted(gap.sequences, 'sequence')}, too few to see a part of them that is "
             f"wrong: sample {FEW_ROWS} or more (rollout.prompts_per_step, rollout.group_size)"

@@ -1,4 +1,4 @@
-"""Means of tokens by a label, with standard errors: exact sums, as of statistics.py."""
+"""Means of tokens by a label, with standard errors: exact sums, as of statistics.py; intervals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Self
 
 import numpy as np
 
+from onepolicy.notation import number
 from onepolicy.record.statistics import (
     UNIT,
     Array,
@@ -53,6 +54,23 @@ class Mean:
 
 
 NO_TOKEN = Mean()
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A value with the ends of its 95% interval; NaN where there is too little for one."""
+
+    value: float
+    low: float
+    high: float
+
+    def excludes(self, value: float) -> bool:
+        """Return whether the interval lies on one side of the value; False if there is none."""
+        return self.low > value or self.high < value
+
+    def describe(self, *, share: bool = False) -> str:
+        low, high = (number(bound, share=share) for bound in (self.low, self.high))
+        return f"{number(self.value, share=share)} [{low}, {high}]"
 
 
 def means_by(label: Array, values: Array, row: Array) -> dict[int, Mean]:

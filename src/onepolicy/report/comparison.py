@@ -16,11 +16,11 @@ from rich.text import Text
 from onepolicy.console import Console, print_text
 from onepolicy.files import write_text_atomically
 from onepolicy.notation import DASH, counted, number
+from onepolicy.record.means import Interval
 from onepolicy.report.contrast import (
     ArmRun,
     Array,
     Contrast,
-    Interval,
     contrasts,
     finite,
     mean_of,

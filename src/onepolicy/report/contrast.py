@@ -16,6 +16,7 @@ import numpy as np
 
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import Summary, read_json_object
+from onepolicy.record.means import Interval
 from onepolicy.report.jsonl import read_metrics
 from onepolicy.report.run import SUMMARY_FIX
 from onepolicy.report.run_summary import unlearnt
@@ -74,19 +75,6 @@ class ArmRun:
         """
         found = [row[name] for row in self.rows for name in row if name.startswith(metric)]
         return [math.nan if value is None else value for value in found]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A value with the ends of its interval; NaN where there are too few steps for one."""
-
-    value: float
-    low: float
-    high: float
-
-    def excludes(self, value: float) -> bool:
-        """Return whether the interval lies on one side of the value; False if there is none."""
-        return self.low > value or self.high < value
 
 
 @dataclass(frozen=True)

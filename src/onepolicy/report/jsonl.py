@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,19 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             before = rows[number - 2]["step"]
             raise UsageError(f"{where}: step {row['step']} stands after step {before}; {FIX}")
     return rows
+
+
+def known(rows: Sequence[dict[str, Any]], name: str, absent: float | None = None) -> list[float]:
+    """Return a metric of the rows that have it. absent: value of rows without it."""
+    values = [row.get(name, absent) for row in rows]
+    return [float(x) for x in values if isinstance(x, int | float) and math.isfinite(x)]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean; None of no value, or if it is not finite, which only damage can cause."""
+    if not values or not math.isfinite(sum(values)):
+        return None
+    return sum(values) / len(values)
 
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from onepolicy.config import UsageError
+from onepolicy.config.json_shapes import NothingLearnt
 from onepolicy.config.replay import ROLLOUT_MODES
 from onepolicy.notation import DASH, counted, ends, number
 from onepolicy.report.page import Card, Table, Tile
@@ -45,7 +45,7 @@ k3 is heavy-tailed: one probe can be most of a mean.
 LEAST_CHANGE = 0.02
 """Smallest change of a reward or score, as a share of the larger of first, last and 1."""
 COMPARED = ("mismatch/k3", "mismatch/f2", "routing/routers", "routing/tokens", "routing/sequence")
-"""The quantities that a run's page compares with and without replay."""
+"""The quantities whose means a summary has, and its page compares with and without replay."""
 GAP = "the gap between rollout and trainer"
 NOT_PARTS = ("step", "score_saved", "sampler_idle")  # the whole, and times that were not spent
 
@@ -93,9 +93,7 @@ def _learning(summary: Tree) -> str:
 
 def _in_noise(summary: Tree) -> bool:
     """Return whether the course of the reward is within two standard errors of none."""
-    if "reward_error" not in summary:  # written by an earlier version
-        return False
-    error = summary["reward_error"]
+    error = summary.get("reward_error")
     return error is None or abs(summary["reward_last"] - summary["reward_first"]) < 2 * error
 
 
@@ -192,32 +190,12 @@ def accuracy(score: str | None) -> str:
     return f"held-out {name or 'score'}"
 
 
-@dataclass(frozen=True)
-class Unlearnt:
-    """A run whose rewards taught nothing or little. Reports say this first."""
-
-    learnt: str
-    verdict: str
-    why: list[str]
-    silent: int
-    steps: int
-
-
-def unlearnt(summary: Tree) -> Unlearnt | None:
-    """Return the reasons if the rewards taught nothing or little.
-
-    Returns None if they taught something, or if the summary's entry is damaged.
-    """
+def unlearnt(summary: Tree) -> NothingLearnt | None:
+    """Return the reasons if the rewards taught nothing or little. Reports say this first."""
     found = summary.get("nothing_learnt")
-    if not isinstance(found, dict) or not isinstance(found.get("why"), list):
+    if found is None:
         return None
-    texts = [found.get("learnt"), found.get("verdict"), *found["why"]]
-    silent, steps = found.get("silent"), found.get("steps")
-    if not all(isinstance(text, str) for text in texts):
-        return None
-    if type(silent) is not int or type(steps) is not int:
-        return None
-    return Unlearnt(str(texts[0]), str(texts[1]), found["why"], silent, steps)
+    return NothingLearnt(**found)
 
 
 def hardly_differs(first: float, last: float) -> bool:
@@ -271,21 +249,9 @@ class Compared:
 
 
 def compared(summary: Tree) -> list[Compared]:
-    """Return the quantities that were measured, in the order of COMPARED.
-
-    Raises UsageError if the summary is damaged.
-    """
-    tables = []
-    for key in ("mismatch", "mismatch_at_probes", "mismatch_without_replay"):
-        table = summary.get(key) or {}
-        numbers = isinstance(table, dict) and all(
-            isinstance(value, int | float | None) for value in table.values()
-        )
-        if not numbers:
-            raise UsageError(
-                f"summary.json: {key} is {table!r}; expected an object of metric: number or null"
-            )
-        tables.append(table)
+    """Return the quantities that were measured, in the order of COMPARED."""
+    scorings = ("mismatch", "mismatch_at_probes", "mismatch_without_replay")
+    tables = [summary.get(key) or {} for key in scorings]
     found = [
         Compared(key, name, is_share, *(table.get(key) for table in tables))
         for key, (name, is_share) in QUANTITIES.items()

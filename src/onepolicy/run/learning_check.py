@@ -7,7 +7,6 @@ while the run goes on, and again in its summary and at the top of its report.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from onepolicy.config import RunConfig
 from onepolicy.notation import counted, number
 from onepolicy.objective.advantages import equal_up_to_rounding
-from onepolicy.run.log import read_metrics
+from onepolicy.report.jsonl import known, mean, read_metrics
 
 Row = dict[str, Any]
 
@@ -44,7 +43,7 @@ def nothing_learnt(config: RunConfig, rows: Iterable[Row], run: Path) -> Row | N
     "little". A step is silent if its rewards do not tell apart any two answers that the objective
     compares. rows: of metrics.jsonl.
     """
-    train = [row for row in rows if _number(row, "train/reward") is not None]
+    train = [row for row in rows if known([row], "train/reward")]
     silent = _silent_steps(config, train)
     if silent is None or not train:
         return None
@@ -75,12 +74,11 @@ def _silent_steps(config: RunConfig, train: list[Row]) -> list[Row] | None:
     """Return the rows of silent steps. None if a row lacks the metrics for it."""
     objective = config.objective
     if objective.baseline in GROUPED:
-        fractions = [_number(row, "train/groups_without_signal") for row in train]
-        known = [fraction for fraction in fractions if fraction is not None]
-        if len(known) < len(train):
+        fractions = known(train, "train/groups_without_signal")
+        if len(fractions) < len(train):
             return None
-        return [row for row, fraction in zip(train, known, strict=True) if fraction >= 1]
-    lows, highs = _known(train, "train/reward_min"), _known(train, "train/reward_max")
+        return [row for row, fraction in zip(train, fractions, strict=True) if fraction >= 1]
+    lows, highs = known(train, "train/reward_min"), known(train, "train/reward_max")
     if len(lows) < len(train) or len(highs) < len(train) or not train:
         return None
     if objective.baseline == "none" and objective.normalise == "global":
@@ -105,7 +103,7 @@ def _no_signal_verdict(config: RunConfig, silent: int, steps: int) -> str:
 
 def _source_of_gradient(config: RunConfig, train: list[Row]) -> str:
     """Return a sentence on the gradient that there was although rewards gave none."""
-    norms = _known(train, "train/grad_norm")
+    norms = known(train, "train/grad_norm")
     if not norms:
         return ""
     objective = config.objective
@@ -134,10 +132,10 @@ def _source_of_gradient(config: RunConfig, train: list[Row]) -> str:
 
 def _no_update(train: list[Row]) -> tuple[str, str] | None:
     """Return cause and hint if rewards differed, but no weight moved."""
-    norms = _known(train, "train/grad_norm")
+    norms = known(train, "train/grad_norm")
     if norms and max(norms) == 0 and len(norms) == len(train):
         hint = "Look at correction/rejected and train/clip_high in metrics.jsonl."
-        rejected = _mean(train, "correction/rejected")
+        rejected = mean(known(train, "correction/rejected"))
         if rejected is not None:
             hint += f" The correction left {rejected:.0%} of the tokens out of the loss."
         when = f"in all {len(norms)} steps"
@@ -145,7 +143,8 @@ def _no_update(train: list[Row]) -> tuple[str, str] | None:
             when = "in the only step"
         cause = f"the gradient was exactly 0 {when}, though rewards differed."
         return cause, hint
-    if not norms and all(_number(row, "train/updates_skipped") for row in train):
+    skipped = known(train, "train/updates_skipped")
+    if not norms and len(skipped) == len(train) and all(skipped):
         cause = (
             f"no update was made in {counted(len(train), 'step')}: no gradient was finite "
             "(optim.max_skipped)."
@@ -160,19 +159,19 @@ def _no_update(train: list[Row]) -> tuple[str, str] | None:
 def _causes(config: RunConfig, silent: list[Row]) -> list[str]:
     """Return the usual causes that the metrics of silent steps point to, the surest first."""
     causes, sampling = [], config.rollout.sampling
-    cut = _mean(silent, "train/cut_by_length")
+    cut = mean(known(silent, "train/cut_by_length"))
     if cut is not None and cut >= COMMON:
         causes.append(
             f"{cut:.0%} of the answers were cut at the length limit (rollout.sampling.max_tokens = "
             f"{sampling.max_tokens}): raise it, or let the prompt ask for shorter answers."
         )
-    malformed = _mean(silent, "tools/malformed")
+    malformed = mean(known(silent, "tools/malformed"))
     if malformed is not None and malformed >= COMMON:
         causes.append(
             f"{number(malformed)} turns per episode named no tool and no answer (tools/malformed)."
         )
     causes.append(_cause_in_rewards(config, silent))
-    entropy = _mean(silent, "train/entropy")
+    entropy = mean(known(silent, "train/entropy"))
     if entropy is not None and entropy < LOW_ENTROPY:
         causes.append(
             f"The policy is almost certain of every token (entropy {number(entropy)} nats), so "
@@ -184,7 +183,7 @@ def _causes(config: RunConfig, silent: list[Row]) -> list[str]:
 
 def _cause_in_rewards(config: RunConfig, silent: list[Row]) -> str:
     names = ("train/reward_min", "train/reward_max", "train/reward")
-    values = [value for name in names for value in _known(silent, name)]
+    values = [value for name in names for value in known(silent, name)]
     least, most = min(values), max(values)
     if not _same(least, most):
         return (
@@ -256,29 +255,6 @@ def _printable_or_space(character: str) -> str:
     if character.isprintable():
         return character
     return " "
-
-
-# --- numbers of rows ------------------------------------------------------------------------------
-
-
-def _number(row: Row, name: str) -> float | None:
-    value = row.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def _known(rows: list[Row], name: str) -> list[float]:
-    """Return the values of the rows that have one."""
-    values = [_number(row, name) for row in rows]
-    return [value for value in values if value is not None]
-
-
-def _mean(rows: list[Row], name: str) -> float | None:
-    values = _known(rows, name)
-    if not values:
-        return None
-    return sum(values) / len(values)
 
 
 def _same(low: float, high: float) -> bool:

@@ -12,9 +12,10 @@ from typing import Any
 from onepolicy.config import RunConfig
 from onepolicy.config.stored_config import read_stored_config
 from onepolicy.files import write_text_atomically
+from onepolicy.report.jsonl import known, mean, read_metrics
 from onepolicy.report.run_page import write_report
+from onepolicy.report.run_summary import COMPARED
 from onepolicy.run.learning_check import GROUPED, nothing_learnt
-from onepolicy.run.log import read_metrics
 from onepolicy.run.run_folder import SUMMARY, read_parent
 
 Row = dict[str, Any]
@@ -34,13 +35,6 @@ TIMES = (
     "update",
     "sync",
     "step",
-)
-MEASURED = (
-    "mismatch/k3",
-    "mismatch/f2",
-    "routing/routers",
-    "routing/tokens",
-    "routing/sequence",
 )
 
 
@@ -108,6 +102,7 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
     """
     train = [row for row in rows if "train/reward" in row]
     window = max(1, min(5, len(train) // 2))
+    ended = train[-window:]
     summary: Row = {
         "run": str(run),
         "parent": parent,
@@ -115,8 +110,8 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
         "replay": config.replay.mode,
         "correction": config.correction.name,
         "score": score_name(config),
-        "reward_first": _mean(train[:window], "train/reward"),
-        "reward_last": _mean(train[-window:], "train/reward"),
+        "reward_first": mean(known(train[:window], "train/reward")),
+        "reward_last": mean(known(ended, "train/reward")),
         "reward_window": window,
         "reward_error": _error_of_difference(train, window),
     }
@@ -124,7 +119,7 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
     summary |= {
         "tokens_per_second": _tokens_per_second(train),
         "objective": config.objective.name,
-        "time": {part: _mean(train, f"time/{part}", absent=0.0) for part in TIMES},
+        "time": {part: mean(known(train, f"time/{part}", 0.0)) or 0.0 for part in TIMES},
     }
     if config.rollout.pressure is not None:
         summary["pressure"] = config.rollout.pressure.describe()
@@ -134,7 +129,7 @@ def summarise(config: RunConfig, rows: list[Row], run: Path, parent: Row | None)
     if config.rollout.sampling.missing_support == "drop":
         summary["missing_supports"] = _dropped(train)
     if config.objective.baseline in GROUPED:
-        summary["groups_without_signal"] = _mean(train[-window:], "train/groups_without_signal")
+        summary["groups_without_signal"] = mean(known(ended, "train/groups_without_signal"))
     if config.rollout.max_staleness is not None:
         summary["asynchronous"] = _asynchronous(config.rollout.max_staleness, train)
     summary |= _mismatch(train)
@@ -193,15 +188,15 @@ def _scores(rows: list[Row], name: str | None) -> list[tuple[int, float]]:
 
 def _mismatch(train: list[Row]) -> Row:
     """Return the mean mismatch, and its comparison with the scoring without replay."""
-    probes = [row for row in train if f"counterfactual/{MEASURED[0]}" in row]
+    probes = [row for row in train if f"counterfactual/{COMPARED[0]}" in row]
     pairs = [(row["counterfactual/mismatch/k3"], row.get("mismatch/k3")) for row in probes]
     cuts = [without / within for without, within in pairs if without is not None and within]
     return {
-        "mismatch": {key: _mean(train, key) for key in MEASURED},
+        "mismatch": {key: mean(known(train, key)) for key in COMPARED},
         "probe_steps": [int(row["step"]) for row in probes],
-        "mismatch_at_probes": {key: _mean(probes, key) for key in MEASURED},
+        "mismatch_at_probes": {key: mean(known(probes, key)) for key in COMPARED},
         "mismatch_without_replay": {
-            key: _mean(probes, f"counterfactual/{key}") for key in MEASURED
+            key: mean(known(probes, f"counterfactual/{key}")) for key in COMPARED
         },
         "k3_cuts": sorted(cut for cut in cuts if math.isfinite(cut)),
     }
@@ -212,11 +207,11 @@ def _asynchronous(max_staleness: int, train: list[Row]) -> Row:
     ages = [row.get("staleness/max") for row in train]
     return {
         "max_staleness": max_staleness,
-        "staleness_mean": _mean(train, "staleness/mean"),
+        "staleness_mean": mean(known(train, "staleness/mean")),
         "staleness_max": max((age for age in ages if age is not None), default=None),
-        "spanning": _mean(train, "staleness/spanning"),
-        "learner_busy": _mean(train, "async/learner_busy"),
-        "sampler_busy": _mean(train, "async/sampler_busy"),
+        "spanning": mean(known(train, "staleness/spanning")),
+        "learner_busy": mean(known(train, "async/learner_busy")),
+        "sampler_busy": mean(known(train, "async/sampler_busy")),
     }
 
 
@@ -224,10 +219,10 @@ def _tokens_per_second(train: list[Row]) -> float | None:
     """Return the tokens of all steps, those of prompts too, over their seconds."""
     seconds = [row.get("time/step") for row in train]
     rates = [row.get("train/tokens_per_second") for row in train]
-    known = [(rate, s) for rate, s in zip(rates, seconds, strict=True) if rate and s]
-    if not known:
+    measured = [(rate, s) for rate, s in zip(rates, seconds, strict=True) if rate and s]
+    if not measured:
         return None
-    return sum(rate * s for rate, s in known) / sum(s for _, s in known)
+    return sum(rate * s for rate, s in measured) / sum(s for _, s in measured)
 
 
 def _point(score: tuple[int, float]) -> Row:
@@ -245,19 +240,3 @@ def _error_of_difference(rows: list[Row], window: int) -> float | None:
         return None
     noise = statistics.fmean((b - a) ** 2 / 2 for a, b in itertools.pairwise(rewards))
     return math.sqrt(2 * noise / window)
-
-
-def _mean(rows: list[Row], key: str, absent: float | None = None) -> float | None:
-    """Return the mean over the rows that have the key.
-
-    absent: value of the rows that lack the key; None leaves these rows out. Returns None if the
-    mean is not finite, which only a damaged file can cause.
-    """
-    values = [row.get(key, absent) for row in rows]
-    present = [float(value) for value in values if value is not None]
-    if not present:
-        return absent
-    mean = sum(present) / len(present)
-    if not math.isfinite(mean):
-        return None
-    return mean

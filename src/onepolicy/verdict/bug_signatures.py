@@ -31,7 +31,7 @@ from onepolicy.verdict.engine_faults import (
     weights_and_sampling,
 )
 from onepolicy.verdict.local_faults import local, unlike_parts
-from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, Finding, Pairs, contexts
+from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, Finding, Pairs, contexts, correlation
 from onepolicy.verdict.support_faults import over_other_sets
 from onepolicy.verdict.value_faults import FEWEST_ALIKE, impossible, missing
 
@@ -329,7 +329,7 @@ def _shift(pairs: Pairs) -> tuple[Finding, Pairs] | None:
     Under a shift the trainer's value at a slot equals the engine's at a neighbouring slot. With
     another bug beside the shift it only follows that value much more closely.
     """
-    unmoved, correlated = float(pairs.gap.mean()), _correlation(pairs.old, pairs.rollout)
+    unmoved, correlated = float(pairs.gap.mean()), correlation(pairs.old, pairs.rollout, -1.0)
     if unmoved <= 0.05:
         return None
     surely = max(0.3, 8 / len(pairs.old) ** 0.5)
@@ -337,7 +337,7 @@ def _shift(pairs: Pairs) -> tuple[Finding, Pairs] | None:
         moved = _moved(pairs, by)
         if len(moved.old) < FEWEST:
             continue
-        value, followed = float(moved.gap.mean()), _correlation(moved.old, moved.rollout)
+        value, followed = float(moved.gap.mean()), correlation(moved.old, moved.rollout, -1.0)
         follows = value < unmoved and followed > 0.5 and followed - correlated > surely
         if value < EXPLAINED * unmoved or follows:
             finding = Finding(
@@ -348,11 +348,6 @@ def _shift(pairs: Pairs) -> tuple[Finding, Pairs] | None:
             )
             return finding, moved
     return None
-
-
-def _correlation(x: Tensor, y: Tensor) -> float:
-    """Return the correlation, -1 if one of them is constant."""
-    return float(torch.corrcoef(torch.stack([x, y]))[0, 1].nan_to_num(-1.0))
 
 
 def _moved(pairs: Pairs, by: int) -> Pairs:
@@ -372,7 +367,7 @@ def _moved(pairs: Pairs, by: int) -> Pairs:
     old, entropy = pairs.old[of_trainer], None
     if pairs.entropy is not None and len(old) > 1:
         both = pairs.entropy[of_trainer], pairs.entropy[of_rollout]
-        entropy = max(both, key=lambda h: _correlation(h, -old))
+        entropy = max(both, key=lambda h: correlation(h, -old, -1.0))
     of_other = {
         name: other[of_trainer]
         for name in ("previous", "base", "vocabulary")

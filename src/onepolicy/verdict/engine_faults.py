@@ -349,7 +349,7 @@ def as_drawn(pairs: Pairs) -> Finding | str | None:
         return None
     if mean <= 0.1 * expected + 2 * k2:
         return f"{wider}, a little: did the engine sample at a higher temperature than it reports?"
-    first = places(pairs) < 4
+    first = pairs.place < 4
     ahead, behind = float(surplus[first].mean()), float(surplus[~first].mean())
     if ahead > 2 * expected + 1 and ahead > 3 * behind:
         return Finding(
@@ -378,11 +378,3 @@ def _varentropy(entropy: Tensor) -> Tensor:
         log_q = (log_q - value / slope).clamp(max=-0.6935)
     q = log_q.exp()
     return q * (1 - q) * ((1 - q) / q).log().square()
-
-
-def places(pairs: Pairs) -> Tensor:
-    """Return [n] int64, the place of each slot in its row."""
-    starts = torch.ones(len(pairs.segment), dtype=torch.bool)
-    starts[1:] = pairs.segment[1:] != pairs.segment[:-1]
-    first = starts.nonzero()[:, 0]
-    return torch.arange(len(starts)) - first[starts.long().cumsum(0) - 1]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onepolicy.notation import number
 from onepolicy.verdict.declared import HARMLESS_KL, TOO_FAR
-from onepolicy.verdict.engine_faults import places, temperature
+from onepolicy.verdict.engine_faults import temperature
 from onepolicy.verdict.row_faults import (
     CHANCE,
     agreement_at_first,
@@ -33,7 +33,15 @@ from onepolicy.verdict.row_faults import (
 )
 from onepolicy.verdict.run_faults import partly_old, shifted_runs
 from onepolicy.verdict.scale_faults import multiplied
-from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST, VISIBLE, Finding, Pairs, logit
+from onepolicy.verdict.scored_tokens import (
+    EXPLAINED,
+    FEWEST,
+    VISIBLE,
+    Finding,
+    Pairs,
+    correlation,
+    logit,
+)
 
 FEWEST_SLOTS = 6
 """Fewest tokens of a row that is judged."""
@@ -261,7 +269,8 @@ def _fault_of_part(pairs: Pairs, far: Tensor, near: Tensor, text: str) -> Findin
 
 def unrelated(pairs: Pairs) -> Finding | None:
     """Find two sides that do not follow each other anywhere, from the first tokens on."""
-    values = _correlation(pairs.at(pairs.open)), agreement_at_first(pairs)
+    known = pairs.at(pairs.open)
+    values = correlation(known.old, known.rollout), agreement_at_first(pairs)
     if _k3(pairs) < TOO_FAR or max(values) >= 0.3:
         return None
     return Finding(
@@ -273,19 +282,9 @@ def unrelated(pairs: Pairs) -> Finding | None:
     )
 
 
-def _correlation(pairs: Pairs) -> float:
-    return _correlation_of(pairs.old, pairs.rollout)
-
-
 def _logits_follow(pairs: Pairs) -> float:
     old, rollout = (logit(side.clamp(max=-VISIBLE)) for side in (pairs.old, pairs.rollout))
-    return _correlation_of(old, rollout)
-
-
-def _correlation_of(x: Tensor, y: Tensor) -> float:
-    if len(x) < 3:
-        return 0.0
-    return float(torch.corrcoef(torch.stack([x, y]))[0, 1].nan_to_num(0.0))
+    return correlation(old, rollout)
 
 
 def first_places(pairs: Pairs) -> Finding | None:
@@ -293,7 +292,7 @@ def first_places(pairs: Pairs) -> Finding | None:
     if rows_of(pairs)[1] < FEWEST_ROWS:
         return None
     distinct = pairs.distinct
-    place, pairs = places(pairs)[distinct], pairs.at(distinct)
+    place, pairs = pairs.place[distinct], pairs.at(distinct)
     rank, best = ranks(pairs), None
     for many in (1, 2, 4, 8, 16):
         ahead, behind = rank.visible & (place < many), rank.visible & (place >= max(2 * many, 8))
@@ -328,10 +327,8 @@ def unlike_parts(pairs: Pairs) -> list[str]:
     carried = rows_that_carry_the_gap(pairs)
     if carried is not None:
         out.append(carried)
-    last = torch.ones(len(pairs.old), dtype=torch.bool)
-    last[:-1] = pairs.segment[1:] != pairs.segment[:-1]
     distinct = pairs.distinct
-    place, last, pairs = places(pairs)[distinct], last[distinct], pairs.at(distinct)
+    place, last, pairs = pairs.place[distinct], pairs.last[distinct], pairs.at(distinct)
     rank = ranks(pairs)
     values = rank.values[rank.visible]
     jump = _jump(place[rank.visible], values)
@@ -414,7 +411,7 @@ def unrelated_tails(pairs: Pairs) -> Finding | None:
         f"in {rows} of {count} sequences the engines agree up to a point ({number(agreed)} "
         f"nats) and not after it ({number(float(inside.mean()))} nats)"
     )
-    if _correlation(pairs.at(behind)) > EXPLAINED:
+    if correlation(pairs.old[behind], pairs.rollout[behind]) > EXPLAINED:
         return Finding(
             "stale",
             f"{text}, where they still follow each other: other weights sampled from there on",

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from onepolicy.notation import number
-from onepolicy.verdict.engine_faults import places
 from onepolicy.verdict.scored_tokens import EXPLAINED, SURE, VISIBLE, Finding, Pairs
 
 ENOUGH_TO_FOLLOW = 12
@@ -135,7 +134,7 @@ def agreement_at_first(pairs: Pairs) -> float:
 
     Twice the correlation that chance has in so few tokens is subtracted.
     """
-    first = pairs.at(pairs.open & (places(pairs) < 8))
+    first = pairs.at(pairs.open & (pairs.place < 8))
     if len(first.old) < 3:
         return 0.0
     ranked = torch.stack([side.argsort().argsort().double() for side in (first.old, first.rollout)])
@@ -233,7 +232,7 @@ def _other_row_that_fits(pairs: Pairs, segment: int, tried: int) -> tuple[float,
     """
     index, count = rows_of(pairs)
     slots = (pairs.segment == segment).nonzero()[:, 0]
-    this, place = int(index[slots[0]]), places(pairs)
+    this, place = int(index[slots[0]]), pairs.place
     both = place < len(slots)
     index, slot_of_row = index[both], slots[place[both]]
     gap_of_row = pairs.gap.clamp(max=CLIP)[slot_of_row]

@@ -17,7 +17,7 @@ from onepolicy.record.means import NO_TOKEN, Mean
 from onepolicy.record.statistics import Statistics
 from onepolicy.verdict.bug_signatures import Diagnosis
 from onepolicy.verdict.declared import HARMLESS_KL, TOO_FAR, UNDECLARED, Action, Declared
-from onepolicy.verdict.scored_tokens import FEWEST
+from onepolicy.verdict.scored_tokens import CAUSES, FEWEST
 
 QUIET_KL = NOMINAL_KL
 """k3 below which a gap needs nothing, if F(2) is below QUIET_F2 too."""
@@ -49,84 +49,34 @@ It applies whatever the standard error is, because a sample sees the tail of rho
 """
 FEW_ROWS = 12
 """Fewest sequences among which a wrong part can be told from the rest."""
-CAUSES = {
-    "fill": "log-probabilities are missing or filled in, or prompts or padding are inside the mask",
-    "not_log": "values are probabilities, not their logarithms",
-    "constant": "one number stands in the place of a row's log-probabilities",
-    "shift": "the two sides are a token or two apart",
-    "retokenised": "the two sides scored different tokens",
-    "scale": "one side's log-probabilities are multiples of the other's (another base, or divided "
-    "by a length)",
-    "temperature": "the engine samples at another temperature than the trainer scores at, or "
-    "returns raw log-probabilities, before temperature, where processed ones are needed",
-    "support": "sampling is narrowed (top-p, top-k), or is at a low temperature, and the "
-    "log-probabilities of one side do not show it (raw against processed ones)",
-    "stale": "the engine holds other weights than the trainer",
-    "rows": "values of some rows are those of other rows",
-    "copy": "one side is a copy of the other in some rows",
-    "context": "the two sides saw other prompts (system prompt, chat template)",
-    "mask": "prompts are inside the mask",
-    "routes": "the rollout's routes are not those of these tokens",
-    "sets": "sampling supports (top-p, top-k) are missing, or are not those of these tokens",
-}
 RAW_OR_PROCESSED = ("temperature", "support")
 """Causes that may be raw log-probabilities in the place of processed ones, or the reverse."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Distance between the two sides, on the tokens that both scored."""
+def _off_one(found: Statistics) -> str:
+    """Mark that mean rho is not 1; empty if it may be 1.
 
-    tokens: int
-    sequences: int
-    k3: float  # nats a token
-    f2: float  # share of tokens off by more than a factor of 2
-    f5: float
-    max_dlogp: float  # largest |log rho| [nats]
-    k3_error: float = math.nan  # standard error of k3; NaN: not known
-    mean_rho: float = math.nan  # NaN: not known
-    mean_rho_error: float = math.nan  # its standard error, by sequences
+    Mismatch of any size has E[rho] = 1: both sides are distributions over the same tokens.
+    """
+    slack, error = RHO_SLACK[0] + RHO_SLACK[1] * found.k3, found.standard_error("excess")
+    far = abs(found.mean_rho - 1) > max(6 * error, slack)  # false for NaN
+    if not far or not math.isfinite(found.mean_rho):
+        return ""
+    return f"mean rho is {with_error(found.mean_rho, error)}; under mismatch alone it is 1"
 
-    @classmethod
-    def of(cls, found: Statistics) -> Gap:
-        """Return the distance that statistics say."""
-        return cls(
-            found.tokens,
-            found.sequences,
-            found.k3,
-            found.f2,
-            found.f5,
-            found.max_dlogp,
-            k3_error=found.standard_error("k3"),
-            mean_rho=found.mean_rho,
-            mean_rho_error=found.standard_error("excess"),
-        )
 
-    @property
-    def off_one(self) -> str:
-        """Mark that mean rho is not 1; empty if it may be 1.
+def quiet(found: Statistics) -> bool:
+    """Return True if the gap needs nothing."""
+    return bool(size_in_words(found.k3, found.f2))
 
-        Mismatch of any size has E[rho] = 1: both sides are distributions over the same tokens.
-        """
-        slack = RHO_SLACK[0] + RHO_SLACK[1] * self.k3
-        far = abs(self.mean_rho - 1) > max(6 * self.mean_rho_error, slack)  # false for NaN
-        if not far or not math.isfinite(self.mean_rho):
-            return ""
-        mean = with_error(self.mean_rho, self.mean_rho_error)
-        return f"mean rho is {mean}; under mismatch alone it is 1"
 
-    @property
-    def quiet(self) -> bool:
-        """True if the gap needs nothing."""
-        return bool(size_in_words(self.k3, self.f2))
-
-    def text(self) -> str:
-        """Return the distance in words."""
-        return (
-            f"k3 is {with_error(self.k3, self.k3_error)} nats a token over "
-            f"{counted(self.tokens, 'token')} in {counted(self.sequences, 'sequence')}, F(2) is "
-            f"{number(self.f2, share=True)}"
-        )
+def _text(found: Statistics) -> str:
+    """Return the distance in words."""
+    return (
+        f"k3 is {with_error(found.k3, found.standard_error('k3'))} nats a token over "
+        f"{counted(found.tokens, 'token')} in {counted(found.sequences, 'sequence')}, F(2) is "
+        f"{number(found.f2, share=True)}"
+    )
 
 
 def size_in_words(k3: float, f2: float) -> str:
@@ -207,10 +157,10 @@ class Verdict:
 
 
 def verdict(
-    gap: Gap,  # without replay, or as the run was trained
+    gap: Statistics,  # without replay, or as the run was trained
     diagnosis: Diagnosis,
     *,
-    replayed: Gap | None = None,  # same tokens, the rollout's routes replayed; None: not measured
+    replayed: Statistics | None = None,  # of the same tokens, with the rollout's routes replayed
     routers: float | None = None,  # share of routes that differ; None: not known
     by_routes: ByRoutes | None = None,  # k3 where routes differ and where not; None: not known
     routes: str = "",  # reason why the routes do not belong to these tokens; empty if they do
@@ -230,9 +180,9 @@ def verdict(
     found: dict[str, str] = {each.cause: each.evidence for each in diagnosis.findings}
     sure = all(each.sure for each in diagnosis.findings)
     found |= {name: text for name, text in (("routes", routes), ("sets", sets)) if text}
-    basis = [gap.text()]
+    basis = [_text(gap)]
     if replayed is not None:
-        basis.append(f"with the rollout's routes replayed {replayed.text()}")
+        basis.append(f"with the rollout's routes replayed {_text(replayed)}")
     if found:
         return _bug(found, since, basis, sure=sure)
     causes: tuple[str, ...] = ()
@@ -248,7 +198,7 @@ def verdict(
     if replayed is not None and gap.k3 > REPLAY_HELPS * replayed.k3:
         remaining, helps = replayed, True
     forecasts = _forecasts(remaining)
-    if gap.quiet:
+    if quiet(gap):
         sentence = f"Nothing to do: the gap{since} is {size_in_words(gap.k3, gap.f2)}."
         return Verdict("nothing", (), sentence, "", tuple(basis), forecasts)
     if not remaining.k3 <= declared.ceiling:
@@ -271,21 +221,21 @@ def _bug(found: dict[str, str], since: str, basis: list[str], *, sure: bool) -> 
     return Verdict("bug", tuple(found), sentence, "", (*evidence, *basis))
 
 
-def _marks(diagnosis: Diagnosis, gap: Gap, replayed: Gap | None) -> tuple[str, ...]:
+def _marks(diagnosis: Diagnosis, gap: Statistics, replayed: Statistics | None) -> tuple[str, ...]:
     """Return signs against mismatch. Any of them forbids a recommendation."""
     if diagnosis.marks:
         return diagnosis.marks
-    if gap.off_one:
-        return (gap.off_one,)
-    if replayed is not None and replayed.off_one:
-        return (f"with the rollout's routes replayed {replayed.off_one}",)
+    if _off_one(gap):
+        return (_off_one(gap),)
+    if replayed is not None and _off_one(replayed):
+        return (f"with the rollout's routes replayed {_off_one(replayed)}",)
     return ()
 
 
 def _doubt(
-    gap: Gap,
+    gap: Statistics,
     marks: tuple[str, ...],
-    replayed: Gap | None,
+    replayed: Statistics | None,
     since: str,
     unchecked: list[str],
     *,
@@ -315,14 +265,20 @@ def _doubt(
     if not unchecked:
         return ""
     state = f"{number(gap.k3)} nats a token{since}"
-    if gap.quiet:
+    if quiet(gap):
         state = "the two sides' numbers agree"
     reasons = "; ".join(unchecked)
     return f"Unclear: {state}, but what could be wrong was not all looked for. {reasons}."
 
 
 def _above_ceiling(
-    remaining: Gap, declared: Declared, since: str, basis: list[str], *, aged: bool, helps: bool
+    remaining: Statistics,
+    declared: Declared,
+    since: str,
+    basis: list[str],
+    *,
+    aged: bool,
+    helps: bool,
 ) -> Verdict:
     """Return the verdict on a gap that no correction should close before it is looked into."""
     size = f"{number(remaining.k3)} nats a token{since}, above {declared.text()}"
@@ -339,14 +295,18 @@ def _above_ceiling(
 
 
 def _replay(
-    gap: Gap, remaining: Gap, since: str, basis: list[str], forecasts: tuple[Forecast, ...]
+    gap: Statistics,
+    remaining: Statistics,
+    since: str,
+    basis: list[str],
+    forecasts: tuple[Forecast, ...],
 ) -> Verdict:
     """Return the verdict on a gap that replay was measured to reduce to `remaining`."""
     removed = 1 - remaining.k3 / gap.k3
     sentence = (
         f"Mismatch{since}, {removed:.0%} of it from routing: replay the rollout's routes (R3)"
     )
-    if remaining.quiet:
+    if quiet(remaining):
         sentence = f"{sentence}; what is left needs no correction."
         return Verdict("replay", ("routing",), sentence, R3, tuple(basis), forecasts)
     name, setting, predicted = _correction(remaining, forecasts)
@@ -357,7 +317,7 @@ def _replay(
 
 
 def _correct(
-    gap: Gap,
+    gap: Statistics,
     since: str,
     basis: list[str],
     forecasts: tuple[Forecast, ...],
@@ -388,7 +348,7 @@ def _correct(
 
 
 def _correct_age(
-    gap: Gap, since: str, basis: list[str], forecasts: tuple[Forecast, ...]
+    gap: Statistics, since: str, basis: list[str], forecasts: tuple[Forecast, ...]
 ) -> Verdict:
     """Return the verdict on a gap that is mostly staleness."""
     name, setting, predicted = _correction(gap, forecasts)
@@ -406,7 +366,7 @@ def correction_for(f5: float) -> str:
     return "tis"
 
 
-def _correction(gap: Gap, forecasts: tuple[Forecast, ...]) -> tuple[str, str, str]:
+def _correction(gap: Statistics, forecasts: tuple[Forecast, ...]) -> tuple[str, str, str]:
     """Return the preset for a gap, its setting and its predicted effect."""
     name = correction_for(gap.f5)
     kept = next(forecast for forecast in forecasts if forecast.preset == name)
@@ -417,9 +377,13 @@ def _correction(gap: Gap, forecasts: tuple[Forecast, ...]) -> tuple[str, str, st
     return name, f"correction.preset={name}", effect
 
 
-def _forecasts(gap: Gap) -> tuple[Forecast, ...]:
+def mean_length(found: Statistics) -> int:
+    """Return the mean number of tokens of a sequence, at least 1."""
+    return max(1, round(found.tokens / found.sequences))
+
+
+def _forecasts(gap: Statistics) -> tuple[Forecast, ...]:
     if not 0 < gap.k3 <= TOO_FAR:
         return ()
-    length = max(1, round(gap.tokens / gap.sequences))
-    found = {name: predict(preset(name), gap.k3, length) for name in FORECAST}
+    found = {name: predict(preset(name), gap.k3, mean_length(gap)) for name in FORECAST}
     return tuple(Forecast(name, each.keep, each.attenuation) for name, each in found.items())

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from onepolicy.notation import number
-from onepolicy.verdict.engine_faults import places
 from onepolicy.verdict.row_faults import CLIP, rows_of
 from onepolicy.verdict.scored_tokens import EXPLAINED, Finding, Pairs
 
@@ -149,7 +148,7 @@ def _starts_together(pairs: Pairs, runs: list[Run], moved_gap: dict[int, np.ndar
     fresh[1:] = (slot[1:] != slot[:-1] + 1) | (segment[1:] != segment[:-1])
     if pairs.turn is not None:
         fresh[1:] |= np.diff(pairs.turn.numpy()) != 0
-    borders, place = np.flatnonzero(fresh), places(pairs).numpy()
+    borders, place = np.flatnonzero(fresh), pairs.place.numpy()
     at_border = 0
     for _, first, _, by in runs:
         border = int(borders[np.searchsorted(borders, first, side="right") - 1])

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Cause = Literal[
-    "fill",
-    "not_log",
-    "constant",
-    "shift",
-    "retokenised",
-    "scale",
-    "temperature",
-    "support",
-    "stale",
-    "rows",
-    "copy",
-    "context",
-    "mask",
-    "sets",
-]
+CAUSES = {
+    "fill": "log-probabilities are missing or filled in, or prompts or padding are inside the mask",
+    "not_log": "values are probabilities, not their logarithms",
+    "constant": "one number stands in the place of a row's log-probabilities",
+    "shift": "the two sides are a token or two apart",
+    "retokenised": "the two sides scored different tokens",
+    "scale": "one side's log-probabilities are multiples of the other's (another base, or divided "
+    "by a length)",
+    "temperature": "the engine samples at another temperature than the trainer scores at, or "
+    "returns raw log-probabilities, before temperature, where processed ones are needed",
+    "support": "sampling is narrowed (top-p, top-k), or is at a low temperature, and the "
+    "log-probabilities of one side do not show it (raw against processed ones)",
+    "stale": "the engine holds other weights than the trainer",
+    "rows": "values of some rows are those of other rows",
+    "copy": "one side is a copy of the other in some rows",
+    "context": "the two sides saw other prompts (system prompt, chat template)",
+    "mask": "prompts are inside the mask",
+    "routes": "the rollout's routes are not those of these tokens",
+    "sets": "sampling supports (top-p, top-k) are missing, or are not those of these tokens",
+}
 EXPLAINED = 0.25
 """A change of one side explains the gap if less than this share of the gap remains."""
 FEWEST = 32
@@ -42,7 +45,7 @@ VISIBLE = 1e-5
 class Finding:
     """A bug that was found."""
 
-    cause: Cause
+    cause: str  # a name of CAUSES
     evidence: str  # the numbers, and where to look
     sure: bool = True  # False: one of several that may explain the same tokens
 
@@ -69,6 +72,18 @@ class Pairs:
     def gap(self) -> Tensor:
         """|log rho|, [n] float64."""
         return (self.old - self.rollout).abs()
+
+    @property
+    def place(self) -> Tensor:
+        """[n] int64, the place of each slot in its row."""
+        return torch.arange(len(self.segment)) - _starts(self.segment)
+
+    @property
+    def last(self) -> Tensor:
+        """[n] bool, True at the last slot of each row."""
+        last = torch.ones(len(self.segment), dtype=torch.bool)
+        last[:-1] = self.segment[1:] != self.segment[:-1]
+        return last
 
     @property
     def open(self) -> Tensor:
@@ -130,6 +145,13 @@ class Pairs:
 def logit(logp: Tensor) -> Tensor:
     """Return log p - log(1 - p) of log-probabilities, of any shape."""
     return logp - (-logp.expm1()).clamp(min=1e-12).log()
+
+
+def correlation(x: Tensor, y: Tensor, none: float = 0.0) -> float:
+    """Return the correlation of [n] and [n]; `none` if one is constant, or n is below 3."""
+    if len(x) < 3:
+        return none
+    return float(torch.corrcoef(torch.stack([x, y]))[0, 1].nan_to_num(none))
 
 
 def contexts(

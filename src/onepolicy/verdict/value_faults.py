@@ -85,7 +85,7 @@ def _one_sided_zeros(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | Non
     if int(zero.sum()) < int(other.sum()):
         side, zero, other = pairs.old, other, zero
     n, count = len(pairs.old), int(zero.sum())
-    last = _last(pairs, good)
+    last = pairs.last & good
     ends = int((zero & last).sum())
     at_ends = ends > max(2, 0.2 * int(last.sum())) and ends > 0.5 * count
     if count - 2 * int(other.sum()) <= max(2, 0.005 * int(seen.sum())) and not at_ends:
@@ -200,12 +200,6 @@ def _leading(pairs: Pairs, flag: Tensor, *, backward: bool = False) -> Tensor:
     return missing - before[starts.long().cumsum(0) - 1] == 0
 
 
-def _last(pairs: Pairs, good: Tensor) -> Tensor:
-    last = torch.ones_like(good)
-    last[:-1] = pairs.segment[1:] != pairs.segment[:-1]
-    return last & good
-
-
 def _constant_rows(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | None:
     """Find rows with one number at every slot while the other side's values differ."""
     usable = good & pairs.open
@@ -252,9 +246,8 @@ def _piled(pairs: Pairs, good: Tensor) -> tuple[Finding, Tensor] | None:
             also = int((usable & (other == value)).sum())  # a grid has its numbers on both sides
             found = _fault_of_pile(pairs, side, usable, piled, also)
             if found == "fill":
-                return Finding(
-                    "fill", _describe_pile(pairs, good, usable, piled, name, side)
-                ), piled
+                text = _describe_pile(pairs, usable, piled, name, side)
+                return Finding("fill", text), piled
             if found == "outside":
                 text = f"{value:.6g} on both sides, which differ elsewhere"
                 return _outside(count, len(pairs.old), text), piled
@@ -285,12 +278,10 @@ def _fault_of_pile(pairs: Pairs, side: Tensor, usable: Tensor, piled: Tensor, al
     return ""
 
 
-def _describe_pile(
-    pairs: Pairs, good: Tensor, usable: Tensor, piled: Tensor, name: str, side: Tensor
-) -> str:
+def _describe_pile(pairs: Pairs, usable: Tensor, piled: Tensor, name: str, side: Tensor) -> str:
     count, value = int(piled.sum()), float(side[piled][0])
     text = f"{count} values of the {name} are exactly {value:.6g}"
-    at_end = int((piled & _last(pairs, good)).sum())
+    at_end = int((piled & pairs.last).sum())
     if at_end > count / 2:
         text += f", {at_end} of them at the last token of a row"
     text += ", far from the other side's: a fill value"

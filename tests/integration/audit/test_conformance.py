@@ -11,7 +11,7 @@ import pytest
 from onepolicy.audit.conformance import EXPECTED, check_conformance
 from onepolicy.cli import main
 from onepolicy.config import UsageError
-from onepolicy.verdict.rules import CAUSES
+from onepolicy.verdict.scored_tokens import CAUSES
 from support.paths import ROOT
 
 KIT = ROOT / "conformance"

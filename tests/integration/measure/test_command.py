@@ -66,7 +66,7 @@ SETTINGS_OF_BOTH_SIDES = ("misaligned tokens", "stale weights", "sampling suppor
 def show(fault, found):
     """Print one row of the table in docs/audit.md; `pytest -rP` shows it."""
     bars = ", ".join(f"{name} {nats:.2g}" for name, nats in bars_of(found).items() if nats > 1e-5)
-    total, left = found.waterfall.total.value, found.waterfall.remainder.value
+    total, left = found.waterfall.total.value, found.waterfall.bars[-1].left.value
     print(
         f"{fault}: {found.verdict.action} {found.verdict.causes}: {total:.2g}: {bars}: {left:.1g}"
     )
@@ -122,7 +122,7 @@ def test_a_clean_run_is_not_accused_and_bars_and_remainder_make_up_the_gap(clean
     names = [*SETTINGS_OF_BOTH_SIDES, "routing", "precision", "batch shape"]
     assert [bar.name for bar in fall.bars] == names
     assert fall.total.value == pytest.approx(clean.scored.found.k3)
-    whole = sum(bar.removed.value for bar in fall.bars) + fall.remainder.value
+    whole = sum(bar.removed.value for bar in fall.bars) + fall.bars[-1].left.value
     assert whole == pytest.approx(fall.total.value)
     assert [bar.removed.value for bar in fall.bars[:4]] == [0, 0, 0, 0]
     assert clean.repeats["engine_all/same"] == 1  # the same requests with the same seeds

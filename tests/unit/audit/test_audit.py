@@ -24,7 +24,7 @@ from onepolicy.console import Console
 from onepolicy.record.schema import write_parquet
 from onepolicy.report.figures.parts import Absent, Figure
 from onepolicy.report.figures.tokens import extreme_curve
-from onepolicy.verdict.rules import CAUSES
+from onepolicy.verdict.scored_tokens import CAUSES
 from support.audit_dumps import gaussian_rows, moved_routes, with_routes, world_rows, write_jsonl
 from support.examples import examples
 

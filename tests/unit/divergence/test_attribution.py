@@ -10,18 +10,13 @@ import torch
 
 from onepolicy.config import UsageError
 from onepolicy.divergence.attribution import Level, bootstrap, distance, excess, k3_terms, waterfall
-from onepolicy.divergence.breakdown import (
-    CLASSES,
-    Parts,
-    echoed,
-    inside_calls,
-    places,
-    token_class,
-)
+from onepolicy.divergence.breakdown import CLASSES, Parts, places, token_class
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.notation import number
 from onepolicy.verdict.bug_signatures import Diagnosis, Finding
-from onepolicy.verdict.rules import CAUSES, Gap, verdict
+from onepolicy.verdict.rules import verdict
+from onepolicy.verdict.scored_tokens import CAUSES
+from support.stated_gap import StatedGap
 
 CLEAN = Diagnosis(0.01, ())
 
@@ -43,7 +38,7 @@ def test_waterfall_by_hand():
     assert [bar.removed.value for bar in found.bars] == pytest.approx([0.0, k3], rel=1e-6)
     first = found.bars[0].removed
     assert (first.low, first.high) == (0.0, 0.0)  # paired: the same in every draw
-    assert found.remainder.value == 0
+    assert found.bars[-1].left.value == 0
     # two sequences, one with the whole gap: a draw has none, half or twice of it
     assert (found.total.low, found.total.high) == pytest.approx((0.0, 2 * k3), rel=1e-6)
 
@@ -56,7 +51,8 @@ def test_bars_and_remainder_add_up_to_the_k3_of_mismatch():
     segment = torch.arange(300) // 20
     found = waterfall(*levels([first, second], rollout, mask, segment))
     assert found.total.value == pytest.approx(mismatch(first, rollout, mask).k3)
-    assert found.total.value == pytest.approx(found.bars[0].removed.value + found.remainder.value)
+    (bar,) = found.bars
+    assert found.total.value == pytest.approx(bar.removed.value + bar.left.value)
     assert found.total.low < found.total.value < found.total.high
     alone = excess(first, second, rollout, mask, segment)
     assert astuple(alone) == pytest.approx(astuple(found.bars[0].removed))
@@ -121,41 +117,21 @@ def test_places_count_within_a_response():
 
 
 def test_token_class():
-    for text, marks, name in (
-        (" 12", {}, "digits"),
-        ("+=", {}, "punctuation"),
-        ("a1", {}, "other"),
-        (" ", {}, "other"),
-        ("", {"end": True}, "end"),
-        ("7", {"echo": True}, "prompt echo"),
-        ("7", {"echo": True, "call": True}, "tool call"),
-        ("7", {"end": True, "echo": True, "call": True}, "end"),
+    for text, end, name in (
+        (" 12", False, "digits"),
+        ("+=", False, "punctuation"),
+        ("a1", False, "other"),
+        (" ", False, "other"),
+        ("", True, "end"),
+        ("7", True, "end"),
     ):
-        found = token_class(text, **{"end": False} | marks)
-        assert CLASSES[found] == name, (text, marks)
-
-
-def test_an_echo_repeats_four_given_tokens():
-    given, own = False, True
-    path = [1, 2, 3, 4, 5, 9, 2, 3, 4, 5, 2, 3, 4, 9]
-    found = echoed(path, [given] * 5 + [own] * 9)
-    # 2 3 4 5; the second 2 3 4 ends otherwise
-    assert [i for i, echo in enumerate(found) if echo] == [9]
-    assert not any(echoed([1, 2, 3, 4, 1, 2, 3, 4], [own] * 8))  # its own words are no echo
-    tool = echoed([7, 1, 2, 3, 4, 1, 2, 3, 4], [own] + [given] * 4 + [own] * 4)
-    assert tool == [False] * 8 + [True]
-
-
-def test_tokens_of_a_tool_call():
-    texts = ["so ", "<tool", "_call>", "{x}", "</tool_call>", " end", "<|tool_call|>", "y"]
-    assert inside_calls(texts) == [False, True, True, True, True, False, True, True]
-    assert inside_calls(["a<b", " and", " c>d"]) == [False, False, False]
-    called = inside_calls(["so", "\nAct", "ion: x[1]", "\n", "y"])
-    assert called == [False, True, True, False, False]
+        assert CLASSES[token_class(text, end=end)] == name, (text, end)
 
 
 def gap(k3, *, f2=0.0, f5=0.0, tokens=1000, error=math.nan):
-    return Gap(tokens, tokens // 50 or 1, k3, f2, f5, max_dlogp=1.0 if k3 else 0.0, k3_error=error)
+    return StatedGap(
+        tokens, tokens // 50 or 1, k3, f2, f5, max_dlogp=1.0 if k3 else 0.0, k3_error=error
+    )
 
 
 R3, TIS, BOTH = "replay.mode=r3", "correction.preset=tis", "replay.mode=r3 correction.preset=tis"

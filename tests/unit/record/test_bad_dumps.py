@@ -30,6 +30,7 @@ from onepolicy.record import formats
 from onepolicy.record.export.slime import convert
 from onepolicy.record.read import ReadLimits, read_dump
 from onepolicy.record.schema import COLUMNS
+from onepolicy.verdict.rules import mean_length
 from support.audit_dumps import SUFFIXES, gaussian_rows, write_dump, write_jsonl
 from support.examples import examples
 
@@ -64,7 +65,7 @@ def test_every_format_gives_the_same_numbers(tmp_path, monkeypatch, subtests) ->
         with subtests.test(suffix):
             found = accumulate_dump(write_dump(tmp_path / f"dump{suffix}", rows), {})
             assert set(found.columns) == set(wanted.columns) == set(COLUMNS) - absent
-            assert (found.rows, found.entries, found.mean_length) == (6, 58, 8)
+            assert (found.rows, found.entries, mean_length(found.overall)) == (6, 58, 8)
             assert found.overall.statistics() == numbers
             assert found.routes.routers == wanted.routes.routers == 1.0
             assert (found.rewards[3].mean, found.rewards[3].tokens) == (0.5, 6)

@@ -76,6 +76,8 @@ SUMMARIES = [
     ({"steps": "12"}, "steps is '12', .* valid integer"),
     ({"eval_best": 0.5}, r"eval_best is 0\.5, .* valid dictionary"),
     ({"parent": {"run": "x"}}, r"lacks parent\.step; delete it"),
+    ({"nothing_learnt": 3}, "nothing_learnt is 3, .* valid dictionary"),
+    ({"nothing_learnt": {"learnt": "nothing"}}, r"lacks nothing_learnt\.verdict"),
     ({"mismatch": {"mismatch/k3": {"mean": 1}}}, r"mismatch\.mismatch/k3 is .* valid number"),
 ]
 

@@ -21,13 +21,14 @@ from onepolicy.report.run_summary import (
 from onepolicy.report.terminal import summary_parts
 from onepolicy.report.words import course, factor
 from onepolicy.verdict.bug_signatures import Diagnosis
-from onepolicy.verdict.rules import Gap
 from onepolicy.verdict.rules import verdict as audit_verdict
+from support.stated_gap import StatedGap
 
 SUMMARY = {
     "steps": 120,
     "reward_first": 0.45,
     "reward_last": 0.91,
+    "reward_error": 0.01,
     "score": "eval/greedy",
     "eval_first": {"step": 0, "value": 0.5},
     "eval_last": {"step": 120, "value": 0.92},
@@ -239,7 +240,7 @@ def test_the_size_of_a_gap_in_the_outcome(subtests):
         scorings = ("mismatch", within), ("mismatch_at_probes", within)
         scorings += (("mismatch_without_replay", without),)
         tables = {key: {"mismatch/k3": value, "mismatch/f2": f2} for key, value in scorings}
-        said = audit_verdict(Gap(1000, 20, within, f2, 0.0, 1.0), Diagnosis(0.0, ())).sentence
+        said = audit_verdict(StatedGap(1000, 20, within, f2, 0.0, 1.0), Diagnosis(0.0, ())).sentence
         with subtests.test(without=without, within=within, f2=f2):
             assert size in outcome(SUMMARY | tables | {"k3_cuts": []})
             # those of measure and audit

@@ -4,12 +4,10 @@ other run does."""
 import json
 from io import StringIO
 
-import pytest
 from rich.console import Console
 
 from onepolicy.config import resolve
 from onepolicy.report.run_page import write_report
-from onepolicy.report.run_summary import unlearnt
 from onepolicy.report.terminal import summary_parts
 from onepolicy.run.learning_check import EXCERPT, PATIENCE, LearningMonitor, nothing_learnt
 from onepolicy.run.summary import summarise
@@ -272,10 +270,3 @@ def test_the_report_puts_it_first_and_does_not_reassure(tmp_path):
         assert comfort not in page
     assert "Gradient norm is 0 throughout" in page
     assert "Nothing was learnt" not in healthy
-
-
-@pytest.mark.parametrize(
-    "found", [None, 3, [], {"learnt": "nothing"}, {"learnt": "nothing", "verdict": "x", "why": 3}]
-)
-def test_a_damaged_summary_does_not_mention_it(found):
-    assert unlearnt({"steps": 3, "nothing_learnt": found}) is None

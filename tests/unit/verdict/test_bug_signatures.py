@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onepolicy.config import UsageError
 from onepolicy.verdict.bug_signatures import Diagnosis, diagnose, diagnose_batch
-from onepolicy.verdict.rules import CAUSES
+from onepolicy.verdict.scored_tokens import CAUSES
 from support.examples import examples
 from support.token_batches import batch_with
 
