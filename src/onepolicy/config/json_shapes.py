@@ -59,7 +59,7 @@ class Parent(Shape):
 
 
 class NothingLearnt(Shape):
-    """What a summary says of a run whose rewards taught nothing or little."""
+    """A run whose rewards taught nothing or little, as its summary tells it."""
 
     learnt: Text
     verdict: Text

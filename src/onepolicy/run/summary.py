@@ -235,7 +235,7 @@ def _error_of_difference(rows: list[Row], window: int) -> float | None:
     The noise of a step is half the mean square of successive differences (von Neumann, 1941): a
     slow rise does not count as noise.
     """
-    rewards = [float(row["train/reward"]) for row in rows]
+    rewards = known(rows, "train/reward")
     if len(rewards) < FEWEST_JUDGED:
         return None
     noise = statistics.fmean((b - a) ** 2 / 2 for a, b in itertools.pairwise(rewards))

@@ -29,6 +29,15 @@ def test_crash_rule(scores, crash):
     assert crash_step(list(enumerate(scores))) == crash
 
 
+def test_a_null_reward_of_a_damaged_file_is_left_out(tmp_path):
+    config = resolve(SECTIONS)
+    rows = [{"step": n, "train/reward": n % 2 / 1} for n in range(1, 6)]
+    rows[2]["train/reward"] = None
+    summary = summarise(config, rows, tmp_path, None)
+    # 1, 0, 0, 1: squares of differences 1, 0, 1, of which noise is half the mean
+    assert summary["reward_error"] == pytest.approx((2 / 3 / summary["reward_window"]) ** 0.5)
+
+
 def test_summary_by_hand(tmp_path):
     config = resolve(SECTIONS | {"eval": {"every": 2, "greedy": True}})
     rows = [{"step": 0, "eval/greedy": 0.25}]
