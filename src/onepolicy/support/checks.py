@@ -141,8 +141,8 @@ def check_displaced(
 ) -> None:
     """Raise SupportError if sets of a sample, or of the batch, are not of the likeliest tokens.
 
-    age: updates since the oldest token was sampled. samples: what the error calls the samples,
-    which are a part of a minibatch. moved: minibatches of the step that were trained on before.
+    age: updates since the oldest token was sampled. samples: their numbers in the
+    error, of a part of a minibatch. moved: minibatches of the step that were trained on before.
     """
     seen = mask & ~displaced.isnan()
     values, segment = displaced[seen], segment[seen]

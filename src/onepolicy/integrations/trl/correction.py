@@ -31,7 +31,7 @@ def has_one_weight_a_sequence(config: CorrectionConfig) -> bool:
 
 
 def average_of(trainer: Any) -> Average:
-    """Return what TRL's loss is a mean over. RLOO has no loss_type, and is of sequences."""
+    """Return the unit that TRL's loss is a mean over. RLOO has no loss_type: sequences."""
     if getattr(trainer, "loss_type", "rloo") in ("grpo", "sapo", "rloo"):
         return "sequences"
     return "slots"
