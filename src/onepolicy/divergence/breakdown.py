@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,15 @@ PLACES = (0, 8, 32, 128, 512, 2048, 8192, 32768)
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
 ENTROPIES = (0.0, 0.1, 0.5, 1.0, 2.0)
 TURNS = (*range(8), 8, 16, 32, 64, 128, 256, 512)  # bins of turn numbers, from 0, start here
-CLASSES = ("end", "digits", "punctuation", "other")
+CLASSES = ("end", "tool call", "prompt echo", "digits", "punctuation", "other")
+ECHO = 4  # tokens in a row that must occur earlier in the given text for the last one to be an echo
+CALL = re.compile(
+    r"<\|?(tool_call|tool_calls|function_call|function)\b[^>]*>[\s\S]*?(?:<\|?/\1\|?>|\Z)"
+    r"|^Action:[^\n]*",
+    re.MULTILINE,
+)
+"""A tool call in a response: markup of chat templates, to the end if it is never closed, or a ReAct
+action line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +144,45 @@ def places(mask: Tensor, segment: Tensor) -> Tensor:  # [T] bool, [T] int64 -> [
     return torch.arange(len(sequence), device=sequence.device) - starts
 
 
-def token_class(text: str, *, end: bool) -> int:
+def token_class(text: str, *, end: bool, call: bool = False, echo: bool = False) -> int:
     """Return the index into CLASSES of the first class that fits. White space around is ignored.
 
-    end: the token ends the response.
+    end: the token ends the response; call: it is in a tool call; echo: it is copied from the
+    prompt.
     """
     core = text.strip()
     fits = {
         "end": end,
+        "tool call": call,
+        "prompt echo": echo,
         "digits": bool(core) and all(c.isdigit() for c in core),
         "punctuation": bool(core) and all(c in string.punctuation for c in core),
         "other": True,
     }
     return CLASSES.index(next(name for name in CLASSES if fits[name]))
+
+
+def echoed(path: Sequence[int], sampled: Sequence[bool]) -> list[bool]:
+    """Return for every token of a path whether it is sampled and echoes the given text.
+
+    It is an echo if it and the ECHO - 1 tokens before it occur in a row in the text given to the
+    policy earlier (prompt, tool results).
+    """
+    given: set[tuple[int, ...]] = set()
+    out = []
+    for i, is_sampled in enumerate(sampled):
+        last = tuple(path[max(0, i - ECHO + 1) : i + 1])
+        out.append(is_sampled and last in given)
+        if len(last) == ECHO and not any(sampled[i - ECHO + 1 : i + 1]):
+            given.add(last)
+    return out
+
+
+def inside_calls(texts: Sequence[str]) -> list[bool]:
+    """Return for every token, given as its text, whether any of it is in a tool call."""
+    joined, ends = "".join(texts), list(itertools.accumulate(map(len, texts)))
+    spans = [match.span() for match in CALL.finditer(joined)]
+    return [
+        any(start < end and stop > begin for begin, end in spans)
+        for start, stop in zip([0, *ends], ends, strict=False)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -16,11 +17,13 @@ from onepolicy.divergence.breakdown import (
     Parts,
     Row,
     WorstToken,
+    echoed,
+    inside_calls,
     places,
-    token_class,
     turn_bins,
     turn_name,
 )
+from onepolicy.divergence.breakdown import token_class as class_of
 from onepolicy.train.rescore import logp_of
 from onepolicy.types import TokenBatch
 
@@ -40,9 +43,8 @@ def breakdowns_of(
     rollout = batch.logp_rollout[mask]
     parts = Parts(logp_of(batch)[mask], rollout, batch.segment[mask])
     place = places(mask, batch.segment)
-    targets = batch.target_ids[mask].tolist()
-    texts = {token: text_of(tokenizer, [token]) for token in set(targets)}
-    classes = torch.tensor([token_class(texts[each], end=each in stop) for each in targets])
+    texts = {token: text_of(tokenizer, [token]) for token in set(batch.target_ids.tolist())}
+    classes = torch.tensor(token_classes(batch, texts, stop))
     breakdowns = {
         "place in the response": parts.by_edges(place, PLACES),
         "rollout probability": parts.by_edges(rollout.exp(), PROBABILITIES),
@@ -54,6 +56,30 @@ def breakdowns_of(
         names = [f"turn {turn_name(start)}" for start in TURNS]
         breakdowns["turn"] = parts.by_label(turn_bins(turn), names)
     return breakdowns
+
+
+def token_classes(batch: TokenBatch, texts: dict[int, str], stop: Sequence[int]) -> list[int]:
+    """Return the index into CLASSES of every trainable slot's token.
+
+    texts: the text of every predicted token id.
+    """
+    labels: list[int] = []
+    bounds = batch.cu_seqlens.tolist()
+    for start, end in itertools.pairwise(bounds):
+        targets, trained = batch.target_ids[start:end].tolist(), batch.trainable[start:end].tolist()
+        path = [int(batch.input_ids[start]), *targets]
+        copied = echoed(path, [False, *trained])[1:]
+        sampled_texts = [
+            texts[token] if is_trained else ""
+            for token, is_trained in zip(targets, trained, strict=True)
+        ]
+        called = inside_calls(sampled_texts)
+        labels += [
+            class_of(texts[token], end=token in stop, call=call, echo=echo)
+            for token, is_trained, call, echo in zip(targets, trained, called, copied, strict=True)
+            if is_trained
+        ]
+    return labels
 
 
 def worst_tokens(batch: TokenBatch, tokenizer: PreTrainedTokenizerBase) -> list[WorstToken]:

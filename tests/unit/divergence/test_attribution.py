@@ -10,7 +10,14 @@ import torch
 
 from onepolicy.config import UsageError
 from onepolicy.divergence.attribution import Level, bootstrap, distance, excess, k3_terms, waterfall
-from onepolicy.divergence.breakdown import CLASSES, Parts, places, token_class
+from onepolicy.divergence.breakdown import (
+    CLASSES,
+    Parts,
+    echoed,
+    inside_calls,
+    places,
+    token_class,
+)
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.notation import number
 from onepolicy.verdict.bug_signatures import Diagnosis, Finding
@@ -117,15 +124,37 @@ def test_places_count_within_a_response():
 
 
 def test_token_class():
-    for text, end, name in (
-        (" 12", False, "digits"),
-        ("+=", False, "punctuation"),
-        ("a1", False, "other"),
-        (" ", False, "other"),
-        ("", True, "end"),
-        ("7", True, "end"),
+    for text, marks, name in (
+        (" 12", {}, "digits"),
+        ("+=", {}, "punctuation"),
+        ("a1", {}, "other"),
+        (" ", {}, "other"),
+        ("", {"end": True}, "end"),
+        ("7", {"echo": True}, "prompt echo"),
+        ("7", {"echo": True, "call": True}, "tool call"),
+        ("7", {"end": True, "echo": True, "call": True}, "end"),
     ):
-        assert CLASSES[token_class(text, end=end)] == name, (text, end)
+        found = token_class(text, **{"end": False} | marks)
+        assert CLASSES[found] == name, (text, marks)
+
+
+def test_an_echo_repeats_four_given_tokens():
+    given, own = False, True
+    path = [1, 2, 3, 4, 5, 9, 2, 3, 4, 5, 2, 3, 4, 9]
+    found = echoed(path, [given] * 5 + [own] * 9)
+    # 2 3 4 5; the second 2 3 4 ends otherwise
+    assert [i for i, echo in enumerate(found) if echo] == [9]
+    assert not any(echoed([1, 2, 3, 4, 1, 2, 3, 4], [own] * 8))  # its own words are no echo
+    tool = echoed([7, 1, 2, 3, 4, 1, 2, 3, 4], [own] + [given] * 4 + [own] * 4)
+    assert tool == [False] * 8 + [True]
+
+
+def test_tokens_of_a_tool_call():
+    texts = ["so ", "<tool", "_call>", "{x}", "</tool_call>", " end", "<|tool_call|>", "y"]
+    assert inside_calls(texts) == [False, True, True, True, True, False, True, True]
+    assert inside_calls(["a<b", " and", " c>d"]) == [False, False, False]
+    called = inside_calls(["so", "\nAct", "ion: x[1]", "\n", "y"])
+    assert called == [False, True, True, False, False]
 
 
 def gap(k3, *, f2=0.0, f5=0.0, tokens=1000, error=math.nan):

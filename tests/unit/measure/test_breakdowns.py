@@ -18,7 +18,8 @@ PROMPT, FIRST, REPLY, SECOND = "12345=", "12+", "say 9", "12345."
 
 
 def two_turns():
-    """Return a batch in which the policy answers, reads a reply, and answers again."""
+    """Return a batch in which the policy answers, reads a reply, and answers again. Its last
+    characters repeat the prompt."""
     texts = [(PROMPT, None), (FIRST, 0), (REPLY, None), (SECOND, 1)]
     ids = [TOKENIZER.encode(text, add_special_tokens=False) for text, _ in texts]
     ids[-1].append(TOKENIZER.eos_token_id)
@@ -56,9 +57,10 @@ def test_turns_are_distinguished(found):
 
 
 def test_classes_of_sampled_tokens(found):
-    """`12+`: two digits and a sign; `12345.`: five digits and a full stop."""
+    """`12+`: two digits and a sign; `12345.`: three digits, then the prompt's `1234` and `2345`
+    come back."""
     counts = {row.name: row.tokens for row in found[0]["class of token"]}
-    assert counts == {"end": 1, "digits": 7, "punctuation": 2}
+    assert counts == {"end": 1, "prompt echo": 2, "digits": 5, "punctuation": 2}
     k3 = {row.name: row.k3 for row in found[0]["class of token"]}
     assert k3["end"] == pytest.approx(math.exp(-2) - 1 + 2)  # the trainer is 2 nats below
 
