@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
 
@@ -23,6 +24,8 @@ from onepolicy.support.trace import SupportTrace
 FinishReason = Literal["stop", "length", "aborted", "turns", "time"]
 MAX_LOGP = 1e-3
 """Largest value that is accepted as a log-probability: rounding may leave a little more than 0."""
+PLAYERS: ContextVar[object] = ContextVar("players", default=None)
+"""A step's rollouts, or an evaluation, as its task sets it: they count apart (envs/counts.py)."""
 RouteSource = Literal["decode", "prefill", "cache", "reprefill"]
 
 

@@ -39,7 +39,7 @@ support
 console
 config files chat_templates tokenizer_trial gym_scores arguments
 bounded npy
-errors notation telemetry counts
+errors notation telemetry
 """
 RANK = {
     room: rank for rank, floor in enumerate(reversed(FLOORS.split("\n"))) for room in floor.split()

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import DuplicateRoutes, ProgramTask, UsageError
 from onepolicy.config.input_files import read_template
-from onepolicy.counts import Counts
+from onepolicy.envs.counts import Counts
 from onepolicy.envs.multiturn.episode import PathOptions
 from onepolicy.envs.multiturn.prompt_checks import check_characters, check_prompt_length
 from onepolicy.envs.multiturn.tokenization import encode_text

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from onepolicy.config import RolloutConfig, TrainingError
-from onepolicy.counts import counted_apart
 from onepolicy.interfaces import (
     Environment,
     EpisodeError,
@@ -25,7 +24,7 @@ from onepolicy.interfaces import (
 from onepolicy.replay.checks import RouteSpec, check_completion, fill_missing_routes
 from onepolicy.support.checks import MissingSupportError, check_supports
 from onepolicy.support.trace import SupportTrace
-from onepolicy.types import MAX_LOGP, Completion, Group, Sample, Sampling
+from onepolicy.types import MAX_LOGP, PLAYERS, Completion, Group, Sample, Sampling
 
 T = TypeVar("T")
 SUPPORT_COUNTS = ("rollout/missing_supports", "rollout/dropped_without_support")
@@ -249,18 +248,19 @@ async def collect_rollouts(
     first_index = step * num_groups * (1 + rounds)
     kept: list[Group] = []
     played = rounds_played = 0
-    with counted_apart():
-        while len(kept) < num_groups and rounds_played <= rounds:
-            start = first_index + played
-            indices = range(start, start + num_groups - len(kept))
-            groups = await player.play_groups([environment.train_problem(i) for i in indices])
-            kept += [group for group in groups if accept is None or accept(group)]
-            played += len(indices)
-            rounds_played += 1
-        own = environment.take_metrics() if isinstance(environment, MetricsSource) else {}
+    PLAYERS.set(object())
+    while len(kept) < num_groups and rounds_played <= rounds:
+        start = first_index + played
+        indices = range(start, start + num_groups - len(kept))
+        groups = await player.play_groups([environment.train_problem(i) for i in indices])
+        kept += [group for group in groups if accept is None or accept(group)]
+        played += len(indices)
+        rounds_played += 1
     if not kept:
         raise _no_group_error(player, played)
-    metrics = dict(player.counts) | own  # a Counter would drop a refill count of 0
+    metrics: dict[str, float] = dict(player.counts)  # a Counter would drop a refill count of 0
+    if isinstance(environment, MetricsSource):
+        metrics |= environment.take_metrics()
     if accept is not None:
         metrics |= {
             "rollout/groups_played": played,

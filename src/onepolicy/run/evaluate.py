@@ -6,10 +6,9 @@ import functools
 from collections.abc import Callable
 
 from onepolicy.config import EvalConfig, TrainingError
-from onepolicy.counts import counted_apart
 from onepolicy.interfaces import Environment, EpisodeError, MetricsSource, Problem, RolloutEngine
 from onepolicy.rollout.collect import gather_or_cancel, play_episode, request_seed
-from onepolicy.types import Sample, Sampling
+from onepolicy.types import PLAYERS, Sample, Sampling
 
 MAX_RETRIES = 2  # of an episode whose tool or environment failed
 
@@ -50,10 +49,10 @@ async def evaluate(
     if config.greedy:
         plays += [play(problem, greedy, -1) for problem in problems]
     plays += [play(problem, sampled, member) for problem in problems for member in range(config.k)]
-    with counted_apart():
-        episodes = await gather_or_cancel(plays)
-        if isinstance(environment, MetricsSource):
-            environment.take_metrics()  # discarded, no step reports them
+    PLAYERS.set(object())
+    episodes = await gather_or_cancel(plays)
+    if isinstance(environment, MetricsSource):
+        environment.take_metrics()  # discarded, no step reports them
     solved = [samples[-1].reward >= solved_at for samples in episodes]
     lengths = [sample.response_length for samples in episodes for sample in samples]
     metrics = {"eval/response_length": sum(lengths) / len(episodes)}

@@ -107,18 +107,14 @@ def replay_metrics(batch: TokenBatch) -> dict[str, float]:
 
 
 def metrics_per_layer(batch: TokenBatch) -> dict[str, float]:
-    """Return routing/layer@i and replay/gate_mass@i of every MoE layer; i: its decoder index.
-
-    They are of the worse router where a layer has two, as JetMoE's have.
-    """
+    """Return routing/layer@i and replay/gate_mass@i by decoder layer, of two routers the worse."""
     found = _disagreement(batch)
     if found is None or batch.routing is None:
         return {}
     layers = batch.routing.layers
     metrics: dict[str, float] = {}
     for i, share in zip(layers, found.per_layer.tolist(), strict=True):
-        name = f"routing/layer@{i}"
-        metrics[name] = max(share, metrics.get(name, share))
+        metrics[f"routing/layer@{i}"] = max(share, metrics.get(f"routing/layer@{i}", share))
     if batch.gate_mass is not None:
         mass = batch.gate_mass[batch.routing.valid].mean(0).tolist()
         for i, share in zip(layers, mass, strict=True):

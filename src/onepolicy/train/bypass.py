@@ -89,7 +89,7 @@ class BypassScoring(ScoringFirst):
             named = samples
             if self._buffer is not None:
                 named = [self._samples[i] for i in samples]
-            self.scorer.check_displaced(micro, scored.displaced, named, self._moved)
+            self.scorer.check_displaced(micro, scored.displaced, samples=named, moved=self._moved)
             if self.scorer.device.type == "cuda":
                 torch.cuda.synchronize(self.scorer.device)
             if self._saves_scoring:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -189,23 +189,12 @@ class PolicyScorer:
         pressed = self.config.rollout.pressure is not None
         return check_routes(scored, self.config.replay, self.version, pressed=pressed, moved=moved)
 
-    def check_displaced(
-        self,
-        batch: TokenBatch,
-        displaced: Tensor | None,
-        samples: Sequence[int] | None = None,
-        moved: int = 0,
-    ) -> None:
-        """Raise SupportError if supports [T] are not of the trainer's likeliest tokens.
-
-        samples, moved: as of `onepolicy.support.checks.check_displaced`.
-        """
+    def check_displaced(self, batch: TokenBatch, displaced: Tensor | None, **told: Any) -> None:
+        """Raise SupportError if supports are not of likely tokens. told: of check_displaced."""
         if displaced is None or not batch.trainable.any():
             return
         age = self.version - int(batch.version[batch.trainable].min())
-        check_displaced(
-            displaced, batch.segment, batch.trainable, age=age, samples=samples, moved=moved
-        )
+        check_displaced(displaced, batch.segment, batch.trainable, age=age, **told)
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         """Return the sample indices of each forward."""

@@ -82,7 +82,6 @@ class ScoringFirst:
 
     def _replaced(self, handle: RouteRecorder | ReplayHandle | None) -> list[Tensor]:
         if self.scorer.replay_mode.is_soft and isinstance(handle, ReplayHandle):
-            rows = handle.trace.valid.sum()
-            share = handle.replaced_fraction().nan_to_num()  # of no valid row it is NaN
+            rows, share = handle.trace.valid.sum(), handle.replaced_fraction().nan_to_num()
             return [torch.stack([share * rows, rows.expand_as(share).to(share)])]
         return []

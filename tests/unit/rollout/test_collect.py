@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onepolicy.config import EvalConfig, ObjectiveConfig, RolloutConfig, TrainingError
-from onepolicy.counts import Counts
+from onepolicy.envs.counts import Counts
 from onepolicy.interfaces import EpisodeError, Problem
 from onepolicy.objective.advantages import apply_group_baseline, compute_outcomes
 from onepolicy.rollout.collect import collect_rollouts, request_seed

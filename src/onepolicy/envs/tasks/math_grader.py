@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from onepolicy.config import UsageError
-from onepolicy.counts import SKIPPED, TIMEOUTS, Counts
+from onepolicy.envs.counts import SKIPPED, TIMEOUTS, Counts
 from onepolicy.envs.tasks.single_turn import extract_answer
 
 LOG = logging.getLogger(__name__)

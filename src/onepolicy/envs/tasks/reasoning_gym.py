@@ -21,7 +21,7 @@ from onepolicy import bounded
 from onepolicy.bounded import GIB, Limits
 from onepolicy.config import GymTask, UsageError
 from onepolicy.config.spelling import did_you_mean
-from onepolicy.counts import SKIPPED, TIMEOUTS, Counts
+from onepolicy.envs.counts import SKIPPED, TIMEOUTS, Counts
 from onepolicy.envs.tasks.seeding import Split, hash_key, seeded_rng, split_of_text
 from onepolicy.envs.warmup.noise import add_character_noise
 from onepolicy.errors import LIBRARY_ERRORS
