@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -187,8 +187,10 @@ def build_critic(
     trained = load_training_model(model.model_copy(update={"lm_head": "same"}), device)
     protect = "value" in config.correction.protect
     assert config.objective.critic is not None, "the settings set it with baseline = critic"
-    how: dict[str, Any] = {"protect": protect, "autocast": DTYPES.get(config.train.autocast)}
-    return Critic(trained, config.objective.critic, config.optim, sharding, **how)
+    autocast = DTYPES.get(config.train.autocast)
+    return Critic(
+        trained, config.objective.critic, config.optim, sharding, protect=protect, autocast=autocast
+    )
 
 
 def build_reprefill(config: RunConfig, model: ModelConfig, device: torch.device) -> Reprefill:

@@ -134,15 +134,16 @@ def check_displaced(
     displaced: Tensor,  # [T] float32 of `displaced_mass`
     segment: Tensor,  # [T] int64, sample of each slot
     mask: Tensor,  # [T] bool, sampled tokens
+    versions: Tensor,  # [T] integer, of the weights that sampled each token
     *,
-    age: int = 0,
+    now: int,
     samples: Sequence[int] | None = None,
     moved: int = 0,
 ) -> None:
     """Raise SupportError if sets of a sample, or of the batch, are not of the likeliest tokens.
 
-    age: updates since the oldest token was sampled. samples: their numbers in the
-    error, of a part of a minibatch. moved: minibatches of the step that were trained on before.
+    now: version of the trainer's weights. samples: the number of each sample in the error, if these
+    are a part of a minibatch. moved: minibatches of the step that were trained on before.
     """
     seen = mask & ~displaced.isnan()
     values, segment = displaced[seen], segment[seen]
@@ -160,6 +161,7 @@ def check_displaced(
             first = samples[first]
         if moved:
             trained = f"Samples are counted within minibatch {moved + 1}; those before it were used"
+        age = now - int(versions[mask].min())
         if age > 0:
             stale = f" Or they are too old: the oldest tokens were sampled {age} updates ago."
         raise SupportError(

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from onepolicy.config import RolloutReplay, RunConfig
+from onepolicy.support.checks import check_displaced
 from onepolicy.train import pack
 from onepolicy.train.scorer import PolicyScorer, ScoreBuffer
 from onepolicy.train.scoring import ScoringFirst
@@ -89,7 +90,16 @@ class BypassScoring(ScoringFirst):
             named = samples
             if self._buffer is not None:
                 named = [self._samples[i] for i in samples]
-            self.scorer.check_displaced(micro, scored.displaced, samples=named, moved=self._moved)
+            if scored.displaced is not None:
+                check_displaced(
+                    scored.displaced,
+                    micro.segment,
+                    micro.trainable,
+                    micro.version,
+                    now=self.scorer.version,
+                    samples=named,
+                    moved=self._moved,
+                )
             if self.scorer.device.type == "cuda":
                 torch.cuda.synchronize(self.scorer.device)
             if self._saves_scoring:

@@ -174,11 +174,10 @@ class PolicyScorer:
         return nullcontext()
 
     def check_scored(self, scored: TokenBatch) -> TokenBatch:
-        """Fill `routers_differing`.
-
-        Raises RoutingError or SupportError if routes or supports are not those of their tokens.
-        """
-        self.check_displaced(scored, scored.displaced)
+        """Fill `routers_differing`. Raises RoutingError, SupportError for those of other tokens."""
+        if scored.displaced is not None:
+            slots = scored.segment, scored.trainable, scored.version
+            check_displaced(scored.displaced, *slots, now=self.version)
         return self.check_routes(scored)
 
     def check_routes(self, scored: TokenBatch, *, moved: int = 0) -> TokenBatch:
@@ -188,13 +187,6 @@ class PolicyScorer:
         """
         pressed = self.config.rollout.pressure is not None
         return check_routes(scored, self.config.replay, self.version, pressed=pressed, moved=moved)
-
-    def check_displaced(self, batch: TokenBatch, displaced: Tensor | None, **told: Any) -> None:
-        """Raise SupportError if supports are not of likely tokens. told: of check_displaced."""
-        if displaced is None or not batch.trainable.any():
-            return
-        age = self.version - int(batch.version[batch.trainable].min())
-        check_displaced(displaced, batch.segment, batch.trainable, age=age, **told)
 
     def micro_batches(self, batch: TokenBatch) -> list[list[int]]:
         """Return the sample indices of each forward."""

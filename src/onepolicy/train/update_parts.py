@@ -36,7 +36,7 @@ class Measured:
     sums: Counter[str] = field(default_factory=Counter)  # over slots
     seconds: float = 0.0  # of the forwards that replace a scoring forward (bypass)
     replaced: list[Tensor] = field(default_factory=list)
-    """[2, L] of each forward in soft replay: share of experts replaced times its rows; its rows."""
+    """[2, L] of each forward in soft replay: replaced share times valid rows; valid rows."""
     correction: Sums | None = None  # of the correction's current-policy part
     scored: TokenBatch | None = None  # as the update scored it, before its optimiser
 

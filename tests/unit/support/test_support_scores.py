@@ -169,14 +169,15 @@ def test_samples_of_wrong_sets_stop():
     segment = torch.arange(2).repeat_interleave(40)
     mask = torch.ones(80, dtype=torch.bool)
     displaced = torch.where(segment == 1, 0.6, 0.01)
+    versions = torch.zeros(len(mask), dtype=torch.int32)
     with pytest.raises(SupportError, match=r"supports of 1 samples, the first is sample 1, .* 60%"):
-        check_displaced(displaced, segment, mask)
-    check_displaced(displaced * 0.8, segment, mask)
-    check_displaced(displaced, segment, segment == 0)
+        check_displaced(displaced, segment, mask, versions, now=0)
+    check_displaced(displaced * 0.8, segment, mask, versions, now=0)
+    check_displaced(displaced, segment, segment == 0, versions, now=0)
     short = torch.full((10,), 0.9)
-    check_displaced(short, torch.zeros(10, dtype=torch.int64), mask[:10])
+    check_displaced(short, torch.zeros(10, dtype=torch.int64), mask[:10], versions[:10], now=0)
     with pytest.raises(SupportError, match=r"supports of 20 samples, .* sampled 3 updates ago"):
-        check_displaced(torch.full((20,), 0.9), torch.arange(20), mask[:20], age=3)
+        check_displaced(torch.full((20,), 0.9), torch.arange(20), mask[:20], versions[:20], now=3)
 
 
 def test_a_lone_token_that_the_engine_was_not_certain_of():
