@@ -86,7 +86,7 @@ def unpad_routes(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTra
 
 
 def routes_of_generate(
-    tape: RouteRecorder, sequences: Tensor, attention_mask: Tensor
+    tape: RouteRecorder, sequences: Tensor, attention_mask: Tensor, *, other_ranks: bool = False
 ) -> list[RoutingTrace]:
     """Return each sample's routes of a recorded `generate()`.
 
@@ -100,6 +100,9 @@ def routes_of_generate(
         attention_mask: nonzero at tokens, in one run per row. Either [B, P] of the prompts, as it
             was given to `generate()`, or [B, S] of the sequences, with 0 from where a sample ended
             before the others.
+        other_ranks: leave out forwards of one token a sample after the last token, which
+            `generate(synced_gpus=True)` runs until the slowest rank has ended (transformers' own
+            choice under ZeRO-3 and FSDP). Drafted tokens can look like them.
 
     Returns:
         One trace per sample, with a row for each of its tokens but the last, which is not fed.
@@ -108,7 +111,7 @@ def routes_of_generate(
         UsageError: the recorded forwards are not those of one `generate()`, the mask has gaps, or
             an argument has another type or shape than this.
     """
-    _check_generate(tape, sequences, attention_mask)
+    _check_generate(tape, sequences, attention_mask, other_ranks)
     samples, width = sequences.shape
     generated = attention_mask.new_ones(samples, width - attention_mask.shape[1])
     starts, lengths = _token_runs(torch.cat([attention_mask, generated], 1))
@@ -132,7 +135,18 @@ def _rows_by_sample(forwards: Sequence[int], samples: int) -> Tensor:
     return torch.cat(steps, 1)
 
 
-def _check_generate(tape: RouteRecorder, sequences: Tensor, attention_mask: Tensor) -> None:
+def _own_forwards(forwards: Sequence[int], samples: int, tokens: int) -> list[int]:
+    """Return the rows of each forward, without those of one token a sample after `tokens`."""
+    own: list[int] = []
+    for rows in forwards:
+        if sum(own) < samples * tokens or rows != samples:
+            own.append(rows)
+    return own
+
+
+def _check_generate(
+    tape: RouteRecorder, sequences: Tensor, attention_mask: Tensor, other_ranks: bool
+) -> None:
     if not isinstance(tape, RouteRecorder):
         raise UsageError(
             f"routes_of_generate: tape is {type(tape).__name__}, expected the recording that "
@@ -151,13 +165,16 @@ def _check_generate(tape: RouteRecorder, sequences: Tensor, attention_mask: Tens
             f"sequences is [{samples}, {width}]; it has one row for each sequence (repeat a "
             "prompt's num_return_sequences times), and at most its columns"
         )
+    if other_ranks:
+        forwards = _own_forwards(forwards, samples, width - 1)
     # The last token of every sample may have been fed too.
     expected = samples * (width - 1), samples * width
     if any(rows % samples for rows in forwards) or sum(forwards) not in expected:
         raise UsageError(
             f"routes_of_generate: the tape has {len(forwards)} forwards of {_shortened(forwards)} "
             f"rows, but sequences is [{samples}, {width}], of which a generate() feeds {samples} x "
-            f"{width - 1} tokens. Record one generate() alone, without assisted decoding"
+            f"{width - 1} tokens. Record one generate() alone, without assisted decoding; of one "
+            "that waits for other ranks (synced_gpus, ZeRO-3, FSDP) pass other_ranks=True"
         )
 
 

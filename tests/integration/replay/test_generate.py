@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import onepolicy as op
+from onepolicy.config import UsageError
+from onepolicy.integrations.trl.own_model import own_rollouts
 from onepolicy.replay import Routers, RoutingError
 from onepolicy.replay.contexts import RouteRecorder
 from onepolicy.types import RoutingTrace
@@ -111,6 +113,28 @@ def test_prompts_fed_in_chunks(model, routers) -> None:
             pytest.fail("entered")
         traces = op.routes_of_generate(tape, prompts, torch.ones_like(prompts))
         _check_laid_out(model, routers, traces, prompts, torch.ones_like(prompts))
+
+
+def test_forwards_that_wait_for_other_ranks_are_left_out(model, routers, monkeypatch) -> None:
+    """generate(synced_gpus=True) goes on feeding until the slowest rank has ended."""
+    tape, out = _generate(model, routers, PROMPTS)
+    mask = torch.ones_like(PROMPTS)
+    traces = op.routes_of_generate(tape, out, mask)
+    assert op.routes_of_generate(tape, out, mask, other_ranks=True) == traces
+    waits = iter([True, True, True, False] * 2)
+    monkeypatch.setattr(
+        model, "_has_unfinished_sequences", lambda ended, *args, **how: not ended or next(waits)
+    )
+    tape, again = _generate(model, routers, PROMPTS, synced_gpus=True)
+    assert torch.equal(again, out)
+    assert tape.forward_rows() == [PROMPTS.numel()] + [len(PROMPTS)] * (NEW - 1 + 3)
+    assert op.routes_of_generate(tape, out, mask, other_ranks=True) == traces
+    with pytest.raises(UsageError, match="other_ranks=True"):
+        op.routes_of_generate(tape, out, mask)
+    how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "synced_gpus": True}
+    with own_rollouts(model, routers, 1.0) as own:
+        model.generate(input_ids=PROMPTS, attention_mask=mask, **how)
+    assert own.traces == traces
 
 
 def test_recordings_in_order_are_replayed(model, routers) -> None:

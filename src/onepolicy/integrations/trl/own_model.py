@@ -145,7 +145,9 @@ def own_rollouts(
         if isinstance(logprobs, SampledSupports):
             found.supports = logprobs.supports(len(sequences), len(found.logp[0]))
         if tape is not None:
-            traces = routes_of_generate(tape, sequences, kwargs["attention_mask"])
+            # Drafted tokens were refused by `of`, so what is left over waited for other ranks.
+            asked = kwargs["attention_mask"]
+            traces = routes_of_generate(tape, sequences, asked, other_ranks=True)
             found.traces = [trace.to("cpu") for trace in traces]
         return sequences
 

@@ -26,6 +26,22 @@ def gather_json(accelerator: Any, value: Any) -> list[Any]:
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
+def broadcast_json(accelerator: Any, value: Any) -> Any:
+    """Return the main process's value, in every process. As `gather_json`."""
+    if accelerator.num_processes == 1:
+        return value
+    from accelerate.utils import broadcast
+
+    text = bytearray()
+    if accelerator.is_main_process:
+        text = bytearray(json.dumps(value).encode())
+    size = int(broadcast(torch.tensor([len(text)], device=accelerator.device)))
+    row = torch.zeros(size, dtype=torch.uint8)
+    if accelerator.is_main_process:
+        row = torch.frombuffer(text, dtype=torch.uint8)
+    return json.loads(broadcast(row.to(accelerator.device)).cpu().numpy().tobytes())
+
+
 class TrlLog:
     """The numbers that `trainer.log` averages and reports."""
 

@@ -44,10 +44,12 @@ class RouteBook:
         """
         self._routers, self._form = routers, form
         self._paths: list[SampledPath] = []
+        self._taken = 0  # paths that `take_routed` has seen
 
     def clear(self) -> None:
         """Drop all paths."""
         self._paths.clear()
+        self._taken = 0
 
     def add(
         self,
@@ -62,9 +64,11 @@ class RouteBook:
         tokens = (*prompt, *completion)
         self._paths.append(SampledPath(tokens, len(prompt), routes, logp, support))
 
-    def entries(self) -> list[SampledPath]:
-        """Return the paths, in the order in which they were added."""
-        return list(self._paths)
+    def take_routed(self) -> list[SampledPath]:
+        """Return the paths with routes that were added since the last call, in order."""
+        new = [path for path in self._paths[self._taken :] if path.routes is not None]
+        self._taken = len(self._paths)
+        return new
 
     def extend(self, entries: Sequence[SampledPath]) -> None:
         """Add the paths of another process."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from onepolicy.config import UsageError
-from onepolicy.integrations.trl.ranks import gather_json
+from onepolicy.integrations.trl.ranks import broadcast_json
 from onepolicy.integrations.trl.route_book import RouteBook, SampledPath
 from onepolicy.integrations.trl.supports import Likeliest
 from onepolicy.support.trace import SupportTrace
@@ -104,7 +104,7 @@ def watch_generation(generation: Any, book: RouteBook, *, supports: bool) -> Non
     def generate(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
         if is_server and generation.accelerator.num_processes > 1:
-            _share_entries(generation.accelerator, book)
+            _share_routes(generation.accelerator, book)
         prompts, completions, logprobs = made[:3]
         if logprobs is None:
             return made
@@ -124,11 +124,11 @@ def watch_generation(generation: Any, book: RouteBook, *, supports: bool) -> Non
     generation.generate = generate
 
 
-def _share_entries(accelerator: Any, book: RouteBook) -> None:
-    """Send the main process's paths to all others."""
+def _share_routes(accelerator: Any, book: RouteBook) -> None:
+    """Send the paths of the main process's last call to all others."""
     own = None
     if accelerator.is_main_process:
-        own = [(path.tokens, path.prompt, path.routes) for path in book.entries()]
-    entries = gather_json(accelerator, own)[0]
+        own = [(path.tokens, path.prompt, path.routes) for path in book.take_routed()]
+    paths = broadcast_json(accelerator, own)
     if not accelerator.is_main_process:
-        book.extend([SampledPath(tuple(tokens), *rest) for tokens, *rest in entries])
+        book.extend([SampledPath(tuple(tokens), *rest) for tokens, *rest in paths])

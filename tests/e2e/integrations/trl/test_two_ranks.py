@@ -38,3 +38,9 @@ def test_every_rank_dumps_its_own_samples(folder):
     assert names == [f"step_0000{step}_{rank}.parquet" for step in range(3) for rank in range(2)]
     found = audit(folder / "dump", {})
     assert found.verdict.action == "nothing"
+
+
+def test_the_routes_of_a_servers_replies_reach_the_other_rank_once(folder):
+    main, other = (json.loads((folder / f"shared_{rank}.json").read_text()) for rank in range(2))
+    assert main == []
+    assert other == [[[1, 2, 3], 2, "a"], [[1, 2, 3], 2, "b"]]
