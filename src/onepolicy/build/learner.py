@@ -29,6 +29,7 @@ from onepolicy.replay.layers import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.sync.adapters import add_adapter
+from onepolicy.train.activation_checkpointing import checkpoint_activations
 from onepolicy.train.critic import Critic
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.lora import Adapter, FrozenReference
@@ -185,6 +186,8 @@ def build_critic(
     if not config.objective.has_critic:
         return None
     trained = load_training_model(model.model_copy(update={"lm_head": "same"}), device)
+    if config.train.activation_checkpointing:
+        checkpoint_activations(trained)
     protect = "value" in config.correction.protect
     assert config.objective.critic is not None, "the settings set it with baseline = critic"
     autocast = DTYPES.get(config.train.autocast)

@@ -99,7 +99,7 @@ def checked_report(config: CorrectionConfig, total: Sums) -> dict[str, float]:
         raise UsageError(
             f"reweight: the ratio is not finite on {numbers['correction/nonfinite']:.1%} of the "
             f"slots, more than the correction's max_nonfinite = {config.max_nonfinite}; fix the "
-            "engine that returned such log-probabilities"
+            "side that returned such log-probabilities: an engine, or a trainer whose weights broke"
         )
     return numbers
 

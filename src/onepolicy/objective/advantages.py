@@ -140,13 +140,16 @@ def _is_first_of_episode(unit: Tensor, episode: Tensor | None) -> Tensor:
 
     Equal episode numbers in different units are different episodes.
     """
-    if episode is None:
-        return torch.ones_like(unit, dtype=torch.bool)
-    _, index = torch.stack([unit, episode]).unique(dim=1, return_inverse=True)
-    order = torch.arange(len(index))
-    unset = torch.full((int(index.max()) + 1,), len(index))
-    first = unset.scatter_reduce(0, index, order, "amin")
+    index, order = _episodes(unit, episode), torch.arange(len(unit))
+    first = torch.full_like(order, len(order)).scatter_reduce(0, index, order, "amin")
     return order == first[index]
+
+
+def _episodes(unit: Tensor, episode: Tensor | None) -> Tensor:
+    """Return [S] int64: the number of each sample's episode."""
+    if episode is None:
+        return torch.arange(len(unit))
+    return torch.stack([unit, episode]).unique(dim=1, return_inverse=True)[1]
 
 
 def compute_advantages(batch: TokenBatch, config: ObjectiveConfig) -> TokenBatch:
@@ -158,7 +161,7 @@ def compute_advantages(batch: TokenBatch, config: ObjectiveConfig) -> TokenBatch
 
     The last two take the outcome as the reward of a sample's last trainable slot. kl.where = reward
     subtracts kl.coef * KL of every token from the token's own reward. With a group baseline it is
-    subtracted from the sample's reward, before samples of a group are compared. normalise = global
+    subtracted from the episode's reward, before those of a group are compared. normalise = global
     whitens the advantages over all trainable slots of the step.
     """
     kl = _reward_kl(batch, config)
@@ -177,11 +180,12 @@ def compute_advantages(batch: TokenBatch, config: ObjectiveConfig) -> TokenBatch
 
 
 def _group_advantage(batch: TokenBatch, kl: Tensor | None, config: ObjectiveConfig) -> Tensor:
-    """Return [T] float32: the outcome of each slot's sample, less the sample's KL, if any."""
+    """Return [T] float32: the outcome of each slot's sample, less its episode's KL, if any."""
     outcome = batch.outcome
     if kl is not None:
-        total = outcome.new_zeros(batch.num_samples).index_add(0, batch.segment, kl)
-        reward = (outcome - total).double()
+        of_sample = _episodes(batch.group, batch.episode)
+        total = outcome.new_zeros(batch.num_samples).index_add(0, of_sample[batch.segment], kl)
+        reward = (outcome - total[of_sample]).double()
         relative = apply_group_baseline(reward, batch.group, config, episode=batch.episode)
         outcome = relative.float()
     return torch.where(batch.trainable, outcome[batch.segment], 0.0)

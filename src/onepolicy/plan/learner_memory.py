@@ -101,7 +101,7 @@ def learner_memory(
     if first:  # the backward of layer 0 has all gradients but those of this layer and before it
         missing = gradients / dims.layers
         if not dims.adapter:
-            missing = ITEMSIZE[config.model.dtype] * sum(shard_sizes(dims.layer_shapes, ranks))
+            missing = FLOAT32 * sum(shard_sizes(dims.layer_shapes, ranks))
         working = max(working - gradients, held.end - missing, held.tail)
     # An update has neither activations nor gathered layers.
     working = max(working, state.optimiser.working - gathered)

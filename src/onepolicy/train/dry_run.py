@@ -51,6 +51,7 @@ from onepolicy.sync.adapters import add_adapter
 from onepolicy.train.activation_checkpointing import RANDOM_SETTINGS
 from onepolicy.train.fake_kernels import kernel_stand_ins, patched
 from onepolicy.train.forward import SlotLayout, forward
+from onepolicy.train.optimizers import widen_gradients
 from onepolicy.types import TokenBatch
 
 ALL_LAYERS = 16  # of a deeper model only the first layers are run
@@ -221,7 +222,10 @@ class DryRunModel:
             "logits_chunk": config.train.logits_chunk,
             "invariant": config.numerics == ON_POLICY,
         }
-        return cls(hf_config, cpu=cpu, **own | changes)
+        made = cls(hf_config, cpu=cpu, **own | changes)
+        if config.model.dtype != "float32":  # else its gradients are of the gathered dtype
+            widen_gradients(made.model)
+        return made
 
     def add_adapters(self, config: LoraConfig) -> None:
         """Put adapters on the model and freeze its own weights, before the first dry run."""
@@ -307,7 +311,7 @@ class DryRunModel:
             batch = _fake_batch(micro)
             for parameter in parameters:
                 makes_grad = first or not parameter.requires_grad
-                parameter.grad = None if makes_grad else torch.empty_like(parameter)
+                parameter.grad = None if makes_grad else _empty_gradient(parameter)
             existing = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
             if checkpointing:
                 self.model.gradient_checkpointing_enable(
@@ -435,6 +439,10 @@ def _layer_kinds(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
     return kinds
 
 
+def _empty_gradient(parameter: Tensor) -> Tensor:
+    return torch.empty_like(parameter, dtype=parameter.grad_dtype)
+
+
 def _gradient_bytes(module: nn.Module) -> int:
     trained = [p for p in module.parameters() if p.requires_grad]
-    return sum(p.numel() * p.element_size() for p in trained)
+    return sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in trained)

@@ -148,25 +148,25 @@ def optimiser_memory(
     """
     shards, itemsize = shard_sizes(shapes, ranks), ITEMSIZE[config.model.dtype]
     shard, largest = sum(shards), max(shards)
-    moments, masters, widened = 2 * FLOAT32 * shard, 0.0, FLOAT32 - itemsize
-    if widened:
+    moments, masters = 2 * FLOAT32 * shard, 0.0
+    if itemsize != FLOAT32:
         masters = FLOAT32 * shard
-    if config.optim.state == "device":  # all gradients are converted to float32 at once
-        return OptimiserMemory(moments, masters, 0.0, shard * widened)
+    if config.optim.state == "device":
+        return OptimiserMemory(moments, masters, 0.0, 0.0)
     bucket = min(shard, max(BUCKET_BYTES / STATE_BYTES, largest))
     if config.optim.state == "8bit":
         rounded = shard * 2 * (1 + FLOAT32 / BLOCK)
         rounding = ROUNDING * min(SLICE, largest)
-        return OptimiserMemory(rounded, masters, 0.0, bucket * (2 * FLOAT32 + widened) + rounding)
+        return OptimiserMemory(rounded, masters, 0.0, bucket * 2 * FLOAT32 + rounding)
     if one_memory:
-        return OptimiserMemory(moments, masters, 0.0, bucket * widened)
+        return OptimiserMemory(moments, masters, 0.0, 0.0)
     buckets = 1 if cpu else min(STREAMED_BUCKETS, math.ceil(shard / bucket))
     moved = moments + masters
     state = moved / shard
     host = moved
     if not cpu:
         host = state / FLOAT32 * sum(1 << (FLOAT32 * size - 1).bit_length() for size in shards)
-    return OptimiserMemory(0.0, 0.0, host, bucket * (buckets * state + widened), moved)
+    return OptimiserMemory(0.0, 0.0, host, bucket * buckets * state, moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +190,14 @@ def rank_state(
     `optimiser_memory`.
     """
     itemsize, adapter = ITEMSIZE[config.model.dtype], float(FLOAT32 * sizes.adapter)
-    shard = sum(shard_sizes(sizes.shapes, ranks)) * itemsize
+    elements = sum(shard_sizes(sizes.shapes, ranks))
+    shard, gradients = elements * itemsize, float(elements * FLOAT32)
     state = OptimiserMemory(2.0 * adapter, 0.0, 0.0, 0.0)
     if not adapter:
         state = optimiser_memory(sizes.shapes, config, ranks, cpu=cpu, one_memory=one_memory)
     others = critic_gradients = 0.0
     if config.objective.has_critic:
-        critic_gradients = shard
+        critic_gradients = gradients
         others += shard + state.moments + state.masters
     kl = config.objective.kl
     if kl.coef and not (adapter and kl.reference is None):  # else the adapter is turned off
@@ -205,7 +206,7 @@ def rank_state(
         others += sizes.total * ITEMSIZE[config.rollout.engine.dtype]
     return RankState(
         parameters=shard + adapter - sizes.four_bit / ranks * (itemsize - NF4),
-        gradients=adapter or shard,
+        gradients=adapter or gradients,
         optimiser=state,
         critic_gradients=critic_gradients,
         others=others,

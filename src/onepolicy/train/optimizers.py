@@ -13,6 +13,7 @@ from onepolicy.train.streamed_adamw import HostAdamW
 
 def adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> MasterAdamW:
     """Return the AdamW whose state rests where the settings say."""
+    widen_gradients(model)
     kind: type[MasterAdamW] = MasterAdamW
     if config.state == "host":
         kind = HostAdamW
@@ -26,3 +27,10 @@ def adamw(model: nn.Module, config: OptimConfig, device: torch.device) -> Master
         weight_decay=config.weight_decay,
         fused=device.type in ("cpu", "cuda"),
     )
+
+
+def widen_gradients(model: nn.Module) -> None:
+    """Add gradients up in float32: of 256 equal shares bfloat16 would lose those that follow."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad_dtype = torch.float32

@@ -37,7 +37,7 @@ def whole_update(planner, config, samples):
         names = ("advantage", "logp_old", "weight", "loss_weight")
         batch = batch.replace(keep=batch.trainable, **dict.fromkeys(names, floats))
         for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
         if config.train.activation_checkpointing:
             dry.model.gradient_checkpointing_enable({"use_reentrant": False})
         existing = [*parameters, *(p.grad for p in parameters)]

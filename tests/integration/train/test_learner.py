@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 
+from onepolicy.build.learner import build_critic
 from onepolicy.config import UsageError, resolve
 from onepolicy.correct.reweight import reweight
 from onepolicy.models.prepare import prepare_for_training
@@ -144,6 +145,22 @@ def test_checkpointing_refuses_dropout():
     model.config.attention_dropout = 0.1
     with pytest.raises(UsageError, match=r"attention_dropout=0\.1"):
         LocalLearner(PolicyScorer(model, config, routers=None))
+
+
+def test_checkpointing_recomputes_the_critics_layers_too(tmp_path):
+    model = make("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    layers, gradients = [], []
+    for setting in (CHECKPOINTING, "train.activation_checkpointing=false"):
+        config = resolve(BASE, ["objective.preset=ppo", f"model.path={tmp_path}", setting])
+        critic = build_critic(config.model, config, torch.device("cpu"))
+        critic.values.backbone.layers[0].mlp.register_forward_pre_hook(
+            lambda *_, place=setting: layers.append(place)
+        )
+        critic.values(batch_of()).sum().backward()
+        gradients.append([p.grad for p in critic.values.parameters()])
+    assert [layers.count(each) for each in dict.fromkeys(layers)] == [2, 1]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 def test_dense_model_trains_without_routers():

@@ -80,6 +80,13 @@ def test_kl_in_the_reward_of_a_response():
     assert outcomes([1, 0], **rloo) == [1, 0]  # compute_advantages compares
     compared = advantages(made.replace(group=torch.zeros(2, dtype=torch.int64)), **rloo)
     assert compared == pytest.approx([0.6, 0.6, -0.6])  # 1 - .8 against 0 - .4
+    rewritten = all_trainable([1, 1, 1], [1.0, 1.0, 0.0]).replace(
+        logp_old=made.logp_old,
+        logp_ref=made.logp_ref,
+        group=torch.zeros(3, dtype=torch.int64),
+        episode=torch.tensor([0, 0, 1]),  # the first has two samples
+    )
+    assert advantages(rewritten, **rloo) == pytest.approx([0.6, 0.6, -0.6])
 
 
 # --- returns, GAE, value loss ---------------------------------------------------------------------

@@ -25,8 +25,8 @@ def test_bfloat16_parameters_are_float32_weights_rounded():
     plain = torch.optim.AdamW(whole.parameters(), **rates, fused=True)
     for _ in range(40):
         for p, q in zip(low.parameters(), whole.parameters(), strict=True):
-            p.grad = torch.rand_like(p)
-            q.grad = p.grad.float()
+            q.grad = torch.rand_like(q)
+            p.grad = q.grad.clone()
         ours.step()
         plain.step()
     for p, q, begun in zip(low.parameters(), whole.parameters(), first.parameters(), strict=True):
@@ -35,6 +35,16 @@ def test_bfloat16_parameters_are_float32_weights_rounded():
         assert torch.equal(ours.state[p][MASTER], q)
         assert not torch.equal(p, begun)  # 40 updates, each too small for bfloat16, have added up
     assert [p.data_ptr() for p in low.parameters()] == addresses
+
+
+def test_gradients_of_many_micro_batches_add_up():
+    """In bfloat16 the sum of 1,024 shares of 2^-10 ends at 1/4."""
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    adamw(model, CONFIG, torch.device("cpu"))
+    for _ in range(1024):
+        (model.weight * 2**-10).sum().backward()
+    assert model.weight.grad.dtype == torch.float32
+    assert float(model.weight.grad) == 1
 
 
 def test_float32_parameters_have_no_copy():

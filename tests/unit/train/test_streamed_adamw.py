@@ -33,7 +33,7 @@ def train(model, optimizer, steps, *, seed=0):
             gradient = torch.randn(parameter.shape, generator=generator)
             parameter.grad = None
             if index != 1 or step % 2:
-                parameter.grad = gradient.to(parameter.dtype)
+                parameter.grad = gradient.to(parameter.grad_dtype)
         optimizer.step()
 
 

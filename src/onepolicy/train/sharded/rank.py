@@ -259,4 +259,4 @@ def sum_gradients(model: nn.Module) -> None:
     counts, *gradients = summed.split([each.numel() for each in flat])
     for parameter, count, grad in zip(trained, counts.tolist(), gradients, strict=True):
         if count:
-            parameter.grad = grad.view_as(parameter).to(parameter.dtype)
+            parameter.grad = grad.view_as(parameter).to(parameter.grad_dtype)
