@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 import onepolicy as op
@@ -128,6 +129,17 @@ def test_gradients_with_checkpointing_are_those_without(model):
     model(**batch, use_cache=False).logits.logsumexp(-1).mean().backward()
     native = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert not all(torch.equal(plain[name], native[name]) for name in plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_whole_model_is_refused(model, reentrant):
+    armed, ids = ArmedReplay(model.train()), padded("right")["input_ids"]
+    with (
+        pytest.raises(UsageError, match="checkpoint its layers instead"),
+        armed.batch(other_routes(model), check=False),
+    ):
+        checkpoint(lambda given: model(given, use_cache=False).logits, ids, use_reentrant=reentrant)
+    armed.remove()
 
 
 def test_outside_a_batch_the_model_routes_itself(model):

@@ -29,6 +29,7 @@ class Worker:
         self.inner = model
 
     def init_model(self, model_path, num_training_steps=None):
+        self.inner.config.output_router_logits = True  # as SkyRL's wrapper does for every MoE model
         self.model = SimpleNamespace(model=self.inner, sequence_parallel_size=1)
 
     def _forward_micro_batch(self, micro_batch):
@@ -73,6 +74,11 @@ def case():
     return worker, {"sequences": sequences, "attention_mask": mask}, own
 
 
+def unreplayed(worker, batch):
+    with torch.no_grad():
+        return worker.score(batch["sequences"], batch["attention_mask"])
+
+
 def with_routes(batch, traces, model, captured=None):
     """Return the batch with SkyRL's fields of routes, of which `captured` per sample are real."""
     mask = batch["attention_mask"].bool()
@@ -97,7 +103,7 @@ def test_skyrl_names_them_so():
 @capability("SkyRL", "R3", how="contract")
 def test_scoring_and_training_replay(case):
     worker, batch, own = case
-    native = worker._forward_micro_batch(batch)
+    native = unreplayed(worker, batch)
     routed = with_routes(batch, own, worker.inner)
     kept = batch["attention_mask"].bool()
     assert worker._forward_micro_batch(routed)[kept].equal(native[kept])
@@ -125,7 +131,7 @@ def filled(trace, first):
 def test_a_filled_suffix_is_routed_by_the_model(case):
     """As the reply of a last tool, and an end token that SkyRL appends."""
     worker, batch, own = case
-    native = worker._forward_micro_batch(batch)
+    native = unreplayed(worker, batch)
     traces = [filled(own[0], 7), own[1]]
     routed = with_routes(batch, traces, worker.inner, captured=[7, 7])
     kept = batch["attention_mask"].bool()
@@ -138,7 +144,7 @@ def test_a_filled_suffix_is_routed_by_the_model(case):
 def test_samples_that_only_fill_up_are_routed_by_the_model(case, filler):
     """SkyRL appends copies of sample 0 until the batch divides by the ranks."""
     worker, batch, own = case
-    native = worker._forward_micro_batch(batch)
+    native = unreplayed(worker, batch)
     traces, captured = list(own), [11, 7]
     for sample in filler:
         traces[sample], captured[sample] = filled(own[sample], 0), 0
@@ -153,7 +159,7 @@ def test_a_micro_batch_that_only_fills_up(case):
     worker, batch, own = case
     row = {name: value[:1].clone() for name, value in batch.items()}
     row["attention_mask"][:, 1:] = 0
-    native = worker._forward_micro_batch(row)
+    native = unreplayed(worker, row)
     routed = with_routes(row, [own[0].rows(0, 0)], worker.inner, captured=[0])
     assert worker._forward_micro_batch(routed)[:, 0].equal(native[:, 0])
     worker._forward_backward_micro(SimpleNamespace(**routed), 0.0)
@@ -178,6 +184,23 @@ def test_routes_of_other_samples_are_named(case):
     worker, batch, own = case
     with pytest.raises(UsageError, match="other samples"):
         worker._forward_micro_batch(with_routes(batch, own[::-1], worker.inner))
+
+
+def test_nothing_is_silently_left_out(case):
+    worker, batch, _ = case
+    for call, given in (
+        (worker._forward_micro_batch, batch),
+        (lambda each: worker._forward_backward_micro(each, 1.0), batch_without_routes(batch)),
+    ):
+        with pytest.raises(UsageError, match="enable_return_routed_experts=true"):
+            call(given)
+    other = type("Renamed", (), {"_forward_micro_batch": None})
+    with pytest.raises(UsageError, match="Renamed has no _forward_backward_micro"):
+        replaying(other)
+
+
+def batch_without_routes(batch):
+    return SimpleNamespace(**batch, rollout_expert_indices=None)
 
 
 def test_sequence_parallelism_is_refused():

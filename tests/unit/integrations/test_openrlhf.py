@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import onepolicy as op
 from onepolicy.config import UsageError
 from onepolicy.integrations import openrlhf
 from onepolicy.integrations.openrlhf.experience import extend
@@ -69,6 +70,29 @@ def test_a_step_that_cannot_be_measured_is_refused(monkeypatch):
     monkeypatch.setenv("ONEPOLICY", json.dumps({"correction": "pg-tis"}))
     with pytest.raises(UsageError, match="use ppo"):
         maker(policy_loss_type="gspo").compute_advantages_and_returns([experience()])
+
+
+def test_self_normalised_weights_average_1_as_the_loss_does(monkeypatch):
+    """OpenRLHF's loss is a mean over tokens, with gspo one over samples."""
+    monkeypatch.setenv("ONEPOLICY", json.dumps({"correction": "mis"}))
+    mask = torch.tensor([[1, 1, 1, 1, 0], [0, 0, 1, 0, 0]])
+    rollout = OLD - torch.tensor([[0.3, 0.1, -0.2, 0.2, 0], [0, 0, 0.6, 0, 0]])
+    for loss, average in (("ppo", "slots"), ("gspo", "sequences")):
+        given = experience(action_mask=mask, rollout_log_probs=rollout)
+        (made,) = maker(policy_loss_type=loss).compute_advantages_and_returns([given])
+        applied = op.reweight(OLD, rollout, mask.bool(), op.preset("mis"), average=average)
+        torch.testing.assert_close(made.advantages[applied.keep], applied.weight[applied.keep])
+
+
+def test_openrlhfs_own_correction_is_named_beside_a_measurement(monkeypatch, caplog):
+    monkeypatch.setenv("ONEPOLICY", "{}")
+    maker().compute_advantages_and_returns([experience()])
+    assert '{"correction": "off"}' in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("ONEPOLICY", '{"correction": "off"}')
+    given = experience()
+    maker().compute_advantages_and_returns([given])
+    assert "own correction is on" not in caplog.text
 
 
 def test_cut_sampling(monkeypatch, caplog):

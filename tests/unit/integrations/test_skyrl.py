@@ -33,11 +33,14 @@ class Batch(dict):
     metadata = None
 
 
-def config(loss="regular", anchor=None, normalise=False, sampling=None, **own):
+def config(
+    loss="regular", anchor=None, normalise=False, sampling=None, reduction="token_mean", **own
+):
     """Return SkyRL's configuration. anchor: of CISPO's ratio, the old policy or the rollout."""
     correction = dict.fromkeys(("tis_ratio_type", "sequence_mask_metric"))
     algorithm = SimpleNamespace(
         policy_loss_type=loss,
+        loss_reduction=reduction,
         off_policy_correction=SimpleNamespace(**(correction | own)),
         advantage_batch_normalize=normalise,
         eps_clip_low=0.2,
@@ -116,6 +119,15 @@ def test_the_advantages_are_weighed_as_the_library_does(subtests):
             assert rejected == pytest.approx(applied.report["correction/rejected"])
 
 
+def test_self_normalised_weights_average_1_as_the_loss_does():
+    old, rollout, mask = real()
+    data, _ = step(correction="mis", cfg=config(reduction="sequence_mean"))
+    applied = op.reweight(old, rollout, mask, op.preset("mis"), average="sequences")
+    assert not applied.weight.equal(op.reweight(old, rollout, mask, op.preset("mis")).weight)
+    expected = batch()["advantages"] * applied.weight
+    torch.testing.assert_close(data["advantages"][applied.keep], expected[applied.keep])
+
+
 @capability("SkyRL", "dump", how="contract")
 def test_a_step_is_dumped_for_the_audit(tmp_path):
     step(dump=tmp_path)
@@ -130,6 +142,7 @@ def test_settings_that_do_not_fit_are_named(subtests):
         (config("dppo"), "tis", "compares with the rollout itself"),
         (config("cispo", anchor="rollout"), "tis", "cispo_anchor=rollout.*compares with"),
         (config(normalise=True), "tis", "advantage_batch_normalize"),
+        (config(reduction="prompt_mean"), "mis", "use token_mean or sequence_mean"),
         (config("onepolicy"), None, "register_loss got"),
         (config("onepolicy"), "tis", "fixed ones with SkyRL's losses"),
         (config(), "pg-tis", "policy_loss_type=onepolicy"),

@@ -109,6 +109,19 @@ def test_a_step_weighs_the_advantages_as_the_library_does():
     assert data["correction/rejected"] == applied.report["correction/rejected"]
 
 
+def test_self_normalised_weights_average_1_as_the_loss_does():
+    """It is a sum of the samples' means, or of all tokens with --calculate-per-token-loss."""
+    old, rollout, masks = samples()
+    mask = [each.bool() for each in masks]
+    before = rollout_data()["advantages"]
+    for per_token, average in ((False, "sequences"), (True, "slots")):
+        data = stepped(correction="mis", calculate_per_token_loss=per_token)
+        applied = op.reweight(old, rollout, mask, op.preset("mis"), average=average)
+        sides = zip(data["advantages"], before, applied.keep, applied.weight, strict=True)
+        for found, advantage, keep, weight in sides:
+            torch.testing.assert_close(found[keep], (advantage * weight)[keep])
+
+
 @capability("slime", "measured", how="contract")
 def test_a_step_without_a_correction_only_measures():
     data = rollout_data()

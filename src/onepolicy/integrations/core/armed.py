@@ -28,6 +28,7 @@ from onepolicy.integrations.core.payload import missing_routes
 from onepolicy.replay.checks import RoutingError
 from onepolicy.replay.contexts import ReplayHandle
 from onepolicy.replay.padding import pad_routes, unpad_routes
+from onepolicy.replay.recompute import called_by_checkpoint
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.replay.sample_checks import OnMismatch
 from onepolicy.replay.topk_hook import in_backward
@@ -106,12 +107,26 @@ class ArmedReplay:
         if self._batch is None:
             return
         _refuse_compiled(model)
-        if not in_backward():  # else: an activation checkpoint around the whole model recomputes
+        if not in_backward():  # else: another model's checkpoint runs this one anew
+            refuse_outer_checkpoint()
             self._batch.enter(args, kwargs)
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._batch is not None and not in_backward():
             self._batch.leave()
+
+
+def refuse_outer_checkpoint() -> None:
+    """Raise UsageError inside an activation checkpoint around the whole model.
+
+    It began before the forward's replay did, so its recompute would not carry that.
+    """
+    if called_by_checkpoint():
+        raise UsageError(
+            "replay: an activation checkpoint around the whole model would recompute it with the "
+            "routers' own experts; checkpoint its layers instead "
+            "(model.gradient_checkpointing_enable())"
+        )
 
 
 class ArmedBatch:

@@ -12,6 +12,7 @@ from torch import Tensor
 from onepolicy.config import CorrectionConfig
 from onepolicy.correct.current_policy import live_weights
 from onepolicy.correct.report import Sums, report
+from onepolicy.correct.weights import Average
 from onepolicy.integrations.core.advantages import turns_of, weighted_advantages
 from onepolicy.integrations.core.metrics import mismatch_metrics
 
@@ -45,8 +46,11 @@ def measure_and_correct(
     logp_rollout: Tensor,  # [B, T] float32, rollout engine
     mask: Tensor,  # [B, T] bool, the sampled tokens
     correction: CorrectionConfig | None,
+    average: Average = "slots",
 ) -> MeasuredStep:
     """Return the advantages of a step with the correction's weights, and its metrics.
+
+    average: of the trainer's loss, as of `weighted_advantages`.
 
     Of a correction that needs the policy being trained, only the part that does not is applied
     (`live_batch` has the other), and nothing is reported.
@@ -56,8 +60,9 @@ def measure_and_correct(
     metrics = mismatch_metrics(logp_old, logp_rollout, mask)
     if correction is None:
         return MeasuredStep(advantages, metrics)
+    sides, turn = (logp_old, logp_rollout, mask), turns_of(mask)
     found = weighted_advantages(
-        advantages, logp_old, logp_rollout, mask, correction.fixed_part, turn=turns_of(mask)
+        advantages, *sides, correction.fixed_part, turn=turn, average=average
     )
     if not correction.live:
         metrics = metrics | found.report

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onepolicy.integrations.core.armed import refuse_outer_checkpoint
 from onepolicy.integrations.core.layout import sample_starts
 from onepolicy.replay.checks import RoutingError, refuse_router_loss
 from onepolicy.replay.layers import is_moe
@@ -70,6 +71,7 @@ class QueuedReplay:
         stage = self._manager.stage
         if stage == "fallthrough" or in_backward():
             return
+        refuse_outer_checkpoint()
         if stage == "record":
             self._open = self._routers.record()
             self._recorded = self._open.__enter__()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepolicy.correct.weights import Average
 from onepolicy.integrations.core.dump import dump_row, write_rows
 from onepolicy.integrations.core.first_step import FirstStep
 from onepolicy.integrations.core.preflight import Preflight
@@ -40,7 +41,11 @@ def extend(module: Any) -> None:
         if not hasattr(self, "onepolicy_first_step"):
             self.onepolicy_first_step = FirstStep("openrlhf")
             report.log_notes()
-        finish_step(made, settings, self.onepolicy_steps, self.onepolicy_first_step)
+        average: Average = "slots"
+        if self.args.actor.policy_loss_type == "gspo":
+            average = "sequences"  # OpenRLHF then leaves its mean over tokens
+        place = self.onepolicy_steps, self.onepolicy_first_step
+        finish_step(made, settings, *place, average=average)
         return made
 
     maker.compute_advantages_and_returns = compute_advantages_and_returns
@@ -58,9 +63,14 @@ def extend_trainer(module: Any) -> None:
 
 
 def finish_step(
-    experiences: Sequence[Any], settings: Settings, step: int, first: FirstStep
+    experiences: Sequence[Any],
+    settings: Settings,
+    step: int,
+    first: FirstStep,
+    *,
+    average: Average,
 ) -> None:
-    """Measure, correct and dump the experiences of a step, in place.
+    """Measure, correct and dump the experiences of a step, in place. average: of the loss.
 
     The advantages get the correction's weights. Every sample's `info` gets the step's metrics,
     which OpenRLHF averages and logs.
@@ -73,9 +83,8 @@ def finish_step(
         rows = [row for experience in experiences for row in _rows(experience, step)]
         write_rows(settings.dump, step, rows, framework="openrlhf")
     first.look(old.float(), rollout.float(), mask.bool())
-    found = measure_and_correct(
-        advantages, old.float(), rollout.float(), mask.bool(), settings.correction
-    )
+    sides = old.float(), rollout.float(), mask.bool()
+    found = measure_and_correct(advantages, *sides, settings.correction, average)
     start = 0
     for experience in experiences:
         samples, actions = experience.advantages.shape
@@ -102,6 +111,11 @@ def check_step(args: Any, settings: Settings, experiences: Sequence[Any]) -> Pre
     )
     correction = settings.correction
     if correction is None:
+        if level != "off":
+            report.note(
+                f"OpenRLHF's own correction is on ({LEVEL} {level}); "
+                '{"correction": "off"} in ' + SETTINGS + " measures alone"
+            )
         return report
     report.require(
         "sampler's log-probabilities for score centering",

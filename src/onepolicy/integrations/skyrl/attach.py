@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.console import print_text
+from onepolicy.correct.weights import Average
 from onepolicy.errors import describe_argument
 from onepolicy.integrations.core.advantages import named_correction
 from onepolicy.integrations.core.dump import dump_row, write_rows
@@ -108,7 +109,11 @@ def finish_step(trainer: Any, data: Any, settings: Settings) -> None:
     if settings.dump is not None:
         rows = _rows(trainer, data, old, rollout, mask, supports)
         write_rows(settings.dump, trainer.global_step, rows, framework="skyrl")
-    found = measure_and_correct(data["advantages"], old, rollout, mask, settings.correction)
+    average: Average = "slots"
+    if _reduction(trainer.cfg) == "sequence_mean":
+        average = "sequences"
+    sides = old, rollout, mask
+    found = measure_and_correct(data["advantages"], *sides, settings.correction, average)
     if settings.correction is not None:
         data["advantages"] = found.advantages
     trainer.all_metrics.update(found.metrics)
@@ -172,6 +177,13 @@ def check_settings(cfg: Any, settings: Settings) -> Preflight:
         found="advantage_batch_normalize=true",
         fix="SkyRL subtracts their mean after they are weighted; set it to false",
     )
+    reduction = _reduction(cfg)
+    report.require(
+        f"a loss in which weights of {correction.name} can average 1",
+        not (correction.scales and reduction == "prompt_mean"),
+        found=f"loss_reduction={reduction}",
+        fix="it is a mean over prompts; use token_mean or sequence_mean",
+    )
     anchor = loss
     if loss == "cispo":
         anchor = f"cispo with cispo.cispo_anchor={algorithm.cispo.cispo_anchor}"
@@ -182,6 +194,10 @@ def check_settings(cfg: Any, settings: Settings) -> Preflight:
         fix="this loss compares with the rollout itself; use regular, or leave `correction` out",
     )
     return report
+
+
+def _reduction(cfg: Any) -> str:
+    return str(getattr(cfg.trainer.algorithm, "loss_reduction", "token_mean"))
 
 
 def _scores_over_supports(cfg: Any) -> bool:

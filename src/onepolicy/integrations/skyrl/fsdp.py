@@ -14,19 +14,27 @@ from torch import Tensor
 from onepolicy.config import UsageError
 from onepolicy.integrations.core.armed import ArmedReplay
 from onepolicy.integrations.core.payload import to_trace
-from onepolicy.replay.checks import refuse_router_loss
 from onepolicy.types import RoutingTrace
 
 ROUTES = "rollout_expert_indices"
 WITHOUT_ROUTE = "router_padding_mask"
+REPLAYED = ("_forward_micro_batch", "_forward_backward_micro")
+"""Methods of the worker, of scoring and of training, that replay."""
 
 
 def replaying(worker: Any) -> type:
     """Return a subclass of SkyRL's FSDPPolicyWorkerBase that replays in scoring and training.
 
-    A micro-batch without routes is routed natively. The reference has a worker of its own and is
-    never replayed.
+    The reference has a worker of its own and is never replayed.
+
+    Raises UsageError if this SkyRL's worker has other methods.
     """
+    missing = [name for name in REPLAYED if not hasattr(worker, name)]
+    if missing:
+        raise UsageError(
+            f"SkyRL: {worker.__name__} has no {' and no '.join(missing)}, so nothing would be "
+            "replayed; install SkyRL 0.4"
+        )
 
     class ReplayingPolicyWorker(worker):
         """SkyRL's FSDP policy worker, with replay."""
@@ -39,7 +47,9 @@ def replaying(worker: Any) -> type:
                     "with sequence_parallel_size=1, or replay on Megatron"
                 )
             self.onepolicy_replay = ArmedReplay(self.model.model)
-            refuse_router_loss(self.onepolicy_replay.routers.model.config)
+            # SkyRL asks for the routers' logits and reads no loss of them (`refuse_router_loss`).
+            config = self.onepolicy_replay.routers.model.config.get_text_config()
+            config.output_router_logits = False
             return found
 
         def _forward_micro_batch(self, micro_batch: Any) -> Any:
@@ -55,11 +65,16 @@ def replaying(worker: Any) -> type:
 
 @contextmanager
 def _replayed(armed: ArmedReplay, field: Callable[[str], Any]) -> Iterator[None]:
-    """Replay the routes of a micro-batch, if it has any. `field` returns one of its fields."""
+    """Replay the routes of a micro-batch. `field` returns one of its fields.
+
+    Raises UsageError if it has none: samples that only fill up have some too.
+    """
     routes = field(ROUTES)
     if routes is None:
-        yield
-        return
+        raise UsageError(
+            f"SkyRL: a micro-batch has no {ROUTES}; set "
+            "generator.inference_engine.enable_return_routed_experts=true, or leave out `replaying`"
+        )
     with armed.batch(_traces(armed, routes, field("attention_mask"), field(WITHOUT_ROUTE))):
         yield
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from onepolicy.config import CorrectionConfig, UsageError
 from onepolicy.correct.reweight import reweight
+from onepolicy.correct.weights import Average
 from onepolicy.integrations.core.advantages import of_a_part, turns_of
 from onepolicy.integrations.core.dump import dump_row, write_rows
 from onepolicy.integrations.core.first_step import FirstStep
@@ -83,9 +84,11 @@ def step(args: Any, rollout_id: int = 0, rollout_data: Any = None, **_: Any) -> 
     correction = settings.correction
     if correction is not None:
         correction = of_a_part(correction)
-    found = measure_and_correct(
-        padded(whole("advantages")), old, rollout, mask.to(old.device), correction
-    )
+    average: Average = "slots"
+    if not getattr(args, "calculate_per_token_loss", False):
+        average = "sequences"
+    sides = old, rollout, mask.to(old.device)
+    found = measure_and_correct(padded(whole("advantages")), *sides, correction, average)
     if FIRST.due and is_first_rank():
         report.log_notes()
         FIRST.look(old, rollout, mask.to(old.device))
