@@ -119,8 +119,7 @@ def apply_group_baseline(
     if config.baseline in ("none", "critic"):
         return reward
     _, unit = group.unique(return_inverse=True)
-    units = int(unit.max()) + 1
-    zeros = reward.new_zeros(units)
+    zeros = reward.new_zeros(int(unit.max()) + 1)
     counted = _is_first_of_episode(unit, episode).double()  # [S] 1 or 0
     count = zeros.index_add(0, unit, counted)
     centred = reward - (zeros.index_add(0, unit, counted * reward) / count)[unit]
@@ -136,17 +135,14 @@ def apply_group_baseline(
 
 
 def _is_first_of_episode(unit: Tensor, episode: Tensor | None) -> Tensor:
-    """Return [S] bool: whether a sample is the first of its episode; True if `episode` is None.
-
-    Equal episode numbers in different units are different episodes.
-    """
+    """Return [S] bool: whether a sample is the first of its unit's episode."""
     index, order = _episodes(unit, episode), torch.arange(len(unit))
     first = torch.full_like(order, len(order)).scatter_reduce(0, index, order, "amin")
     return order == first[index]
 
 
 def _episodes(unit: Tensor, episode: Tensor | None) -> Tensor:
-    """Return [S] int64: the number of each sample's episode."""
+    """Return [S] int64: each sample's episode. None: it has one of its own."""
     if episode is None:
         return torch.arange(len(unit))
     return torch.stack([unit, episode]).unique(dim=1, return_inverse=True)[1]
