@@ -21,6 +21,7 @@ from onepolicy.report.contrast import (
     ArmRun,
     Array,
     Contrast,
+    common_steps,
     contrasts,
     finite,
     mean_of,
@@ -165,10 +166,14 @@ def _from_to(*values: float) -> str:
 
 
 def headline(runs: Sequence[ArmRun]) -> str:
-    """Return the title of page and picture: how often k3 is large in each arm."""
+    """Return the title of page and picture: how often k3 is large in each arm.
+
+    Of the steps that all arms of a seed have. Those without a finite k3 are not among the `N`.
+    """
     arms: dict[str, list[Array]] = {}
     for run in runs:
-        arms.setdefault(run.phrase, []).append(finite(run.values("mismatch/k3")))
+        steps = common_steps([other for other in runs if other.seed == run.seed])
+        arms.setdefault(run.phrase, []).append(finite(run.values("mismatch/k3", steps)))
     k3 = {phrase: np.concatenate(parts) for phrase, parts in arms.items()}
     if not all(values.size for values in k3.values()):
         return f"Arms compared: {', '.join(dict.fromkeys(run.name for run in runs))}"
@@ -179,8 +184,13 @@ def headline(runs: Sequence[ArmRun]) -> str:
     if not any(above.values()):
         return f"k3 is at most {limit} in every step of every arm"
     (phrase, first), *others = above.items()
-    counts = [f"{first} of {counted(k3[phrase].size, 'step')} above {limit} {phrase}"]
-    counts += [f"{count} {phrase}" for phrase, count in others]
+    size = k3[phrase].size
+    counts = [f"{first} of {counted(size, 'step')} above {limit} {phrase}"]
+    for phrase, count in others:
+        own = f"{count}"
+        if k3[phrase].size != size:
+            own += f" of {k3[phrase].size}"
+        counts.append(f"{own} {phrase}")
     text = ", ".join(counts)
     if any(run.label for run in runs):
         return f"Replay: {text.replace(' replay', '')}"
@@ -252,10 +262,9 @@ def figures(runs: Sequence[ArmRun]) -> list[Figure]:
     styles = dict(zip(dict.fromkeys(run.name for run in runs), ARMS * len(runs), strict=False))
 
     def series(metric: str) -> list[Series]:
-        found = [(run, run.values(metric).tolist()) for run in runs]
         return [
-            Series(run.label or run.name, styles[run.name], values, range(1, len(values) + 1))
-            for run, values in found
+            Series(run.label or run.name, styles[run.name], run.values(metric).tolist(), run.steps)
+            for run in runs
         ]
 
     k3, rewards, norms = map(series, ("mismatch/k3", "train/reward", "train/grad_norm"))
@@ -294,11 +303,11 @@ def sentences_of(found: Sequence[Contrast]) -> list[str]:
     texts = []
     for each in found:
         told = [_k3_sentence(each), _reward_sentence(each)]
-        if each.lengths[0] != each.lengths[1]:
+        if {*each.lengths} != {each.steps}:
             told.insert(
                 0,
                 f"{each.first} has {counted(each.lengths[0], 'step')}, {each.other} "
-                f"{each.lengths[1]}: only the first {each.steps} of both are compared.",
+                f"{each.lengths[1]}: only the {each.steps} that both have are compared.",
             )
         texts += [f"Seed {each.seed}: {text}" if several else text for text in told]
     return texts

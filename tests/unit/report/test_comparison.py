@@ -158,8 +158,21 @@ def test_arms_of_different_length_are_compared_over_the_shorter():
     rewards = [0.0] * 40 + [1.0] * 20, [0.0] * 20 + [0.5] * 20
     found = both([1e-3] * 60, [1e-5] * 40, *rewards)
     assert found.reward == (0.0, 0.5)
-    words = "off has 60 steps, r3 40: only the first 40 of both are compared."
+    words = "off has 60 steps, r3 40: only the 40 that both have are compared."
     assert sentences_of([found])[0] == words
+
+
+def test_steps_are_paired_by_their_numbers():
+    """A line that is missing from one log leaves the others where they are."""
+    rewards = [0.0, 0.25, 0.5, 0.75, 1.0]
+    first, other = run("off", [1e-3] * 5, rewards), run("r3", [1e-3] * 5, rewards)
+    del other.rows[2]
+    found = contrast(first, other)
+    assert found.reward_difference.value == 0
+    words = "off has 5 steps, r3 4: only the 4 that both have are compared."
+    assert sentences_of([found])[0] == words
+    long, short = run("off", [2e-3] * 40, [0.5] * 40), run("r3", [2e-3] * 3 + [None], [0.5] * 4)
+    assert headline([long, short]) == "k3: 4 of 4 steps above 1e-3 in off, 3 of 3 in r3"
 
 
 def test_table_has_first_and_last_tenths_and_leaves_holes_empty():
