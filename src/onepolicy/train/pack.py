@@ -10,6 +10,8 @@ micro-batches that hold no other group: these need no graph.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -108,15 +110,14 @@ def samples_of_groups(batch: TokenBatch) -> dict[int, list[int]]:
 def minibatches(batch: TokenBatch, count: int) -> list[list[int]]:
     """Return the sample indices of each optimiser step.
 
-    Whole groups are dealt in order into `count` equal parts; the last part also has the remainder.
-    A step with fewer groups than `count` has one minibatch per group.
+    Whole groups are dealt in order into `count` parts, of which none has two groups more than
+    another. A step with fewer groups than `count` has one minibatch per group.
     """
     groups = batch.group.unique_consecutive().tolist()
     count = min(count, len(groups))  # dynamic sampling may find fewer groups than asked for
-    size = len(groups) // count
     samples_of = samples_of_groups(batch)
-    starts = [size * i for i in range(count)]
-    parts = [groups[start : start + size] for start in starts[:-1]] + [groups[starts[-1] :]]
+    bounds = [len(groups) * i // count for i in range(count + 1)]
+    parts = [groups[start:stop] for start, stop in itertools.pairwise(bounds)]
     return [[sample for group in part for sample in samples_of[group]] for part in parts]
 
 

@@ -97,6 +97,14 @@ def test_minibatches_keep_groups_whole(parts, groups_per_part, size):
     assert all(len(part) == groups_per_part * size for part in chosen)
 
 
+def test_groups_that_are_left_over_go_to_several_minibatches():
+    """Dynamic sampling may find 31 groups of 32."""
+    groups = [Group(g, unrouted(3)) for g in range(31)]
+    sizes = [len(part) for part in minibatches(pack(groups), 16)]
+    assert sizes == [1] + [2] * 15
+    assert minibatches(pack(groups[:7]), 3) == [[0, 1], [2, 3], [4, 5, 6]]
+
+
 def test_fewer_groups_than_minibatches_take_fewer():
     groups = [Group(g, unrouted(3)) for g in range(2)]
     assert minibatches(pack(groups), 3) == [[0], [1]]
