@@ -47,6 +47,7 @@ from onepolicy.models.load import (
     parse_device,
     read_config,
 )
+from onepolicy.models.long_samples import check_long_samples
 from onepolicy.models.lora import load_peft
 from onepolicy.models.product_check import check_float32_products
 from onepolicy.models.quant.quantise import check_kernels
@@ -79,8 +80,8 @@ def load_tokenizer_and_max_len(
 
     trains: a learner will be on the device. On a GPU less memory is left to the engine then.
     """
-    context = context_length(read_config(model))
-    reserved = 0
+    hf_config = read_config(model)
+    context, reserved = context_length(hf_config), 0
     if isinstance(config.rollout.engine, SGLangConfig):
         reserved = SGLangConfig.reserved
     max_len = config.rollout.engine.max_len or context - reserved
@@ -91,6 +92,7 @@ def load_tokenizer_and_max_len(
         )
     if parse_device(config.train.device).type != "cpu":
         max_len = fit_max_len(config, model, context - reserved, trains=trains)
+    check_long_samples(model, hf_config, max_len)
     return load_tokenizer(model), max_len
 
 

@@ -28,7 +28,7 @@ class Distances:
     kl_low: Tensor  # [n] float64, nats: lower bound of KL(q || p); tokens outside H count as one
     kl_shared: Tensor  # [n] float64, nats: KL(q || p), both conditioned on the token being in H
     argmax_differs: Tensor  # [n] bool: the engines' likeliest tokens differ (ties: no)
-    overlap: Tensor  # [n] float64: share of H among the trainer's own k likeliest tokens
+    overlap: Tensor  # [n] float64: share of what q can draw of H among the trainer's k likeliest
     mass_rollout: Tensor  # [n] float64, of H
     mass_trainer: Tensor  # [n] float64, of H
 
@@ -82,7 +82,7 @@ def distances(
         kl_low=q_in * kl_shared + _bernoulli_kl(q_out, p_out),
         kl_shared=kl_shared,
         argmax_differs=_argmax_differs(ids, logp_rollout, logp_trainer, trainer_ids, trainer_logp),
-        overlap=_overlap(ids, trainer_ids),
+        overlap=_overlap(ids, logp_rollout, trainer_ids),
         mass_rollout=q_in,
         mass_trainer=p_in,
     )
@@ -110,7 +110,10 @@ def _argmax_differs(
     return (logp_rollout[:, 0] > of_trainers_best) & (trainer_logp[:, 0] > logp_trainer[:, 0])
 
 
-def _overlap(ids: Tensor, trainer_ids: Tensor) -> Tensor:
+def _overlap(ids: Tensor, logp_rollout: Tensor, trainer_ids: Tensor) -> Tensor:
+    """Return the share of the listed tokens that the rollout can draw among the trainer's."""
     size = 1 + int(torch.maximum(ids.max(), trainer_ids.max()))
     row = size * torch.arange(len(ids), device=ids.device)[:, None]
-    return torch.isin(row + ids, row + trainer_ids).double().mean(-1)
+    drawn = logp_rollout > -math.inf
+    shared = torch.isin(row + ids, row + trainer_ids) & drawn
+    return shared.sum(-1).double() / drawn.sum(-1)

@@ -13,7 +13,7 @@ from onepolicy.config import ModelConfig
 from onepolicy.divergence.attribution import Level, Waterfall, distance, excess, waterfall
 from onepolicy.measure.engine_noise import Resampled
 from onepolicy.models.linear import is_plain_linear
-from onepolicy.models.load import load_model
+from onepolicy.models.load import cast_model, load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.notation import number
 from onepolicy.record.means import Interval
@@ -241,7 +241,8 @@ def trainer_precision(
         how = "nats that bf16 autocast in the trainer adds to the gap, against float32"
     else:
         low = variant_scorer(scorer, experts_only=True)
-        exact = load_model(model, torch.float32, scorer.device)
+        rounded = load_model(model, torch.bfloat16, scorer.device)
+        exact = cast_model(rounded, torch.float32)
         prepare_for_training(exact, scorer.device)
         high = variant_scorer(scorer, model=exact, experts_only=True, autocast="off")
         how = (

@@ -13,7 +13,7 @@ from onepolicy.divergence.routing import routing_disagreement
 from onepolicy.files import write_text_atomically
 from onepolicy.invariant.fingerprint import difference_reason
 from onepolicy.invariant.require_equal import describe_slot, differing_slots
-from onepolicy.measure.engine_noise import ALONE, sample, sample_again
+from onepolicy.measure.engine_noise import sample, sample_again
 from onepolicy.measure.first_difference import Difference, first_difference
 from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.train.pack import pack
@@ -58,8 +58,7 @@ async def measure_bitwise(parts: MeasureComponents, model: str) -> Bitwise:
     order = list(range(batch.num_samples))[::-1]
     again = scorer.score(batch.select(order), replay=False).select(order)
     alone = await sample_again(parts, groups, batch, alone=True)
-    size = parts.config.rollout.group_size
-    played = int((batch.trainable & (batch.segment < size * max(1, ALONE // size))).sum())
+    played = int(alone.played.sum())
     found = Bitwise(
         model=model,
         dtype=parts.config.model.dtype,

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ class Resampled:
     before: Tensor  # [T] float32, log-probabilities of the first sampling
     logp: Tensor  # [T] float32, of the second where `same`, else of the first
     same: Tensor  # [T] bool, slots with the same token in the same context both times
+    played: Tensor  # [T] bool, sampled tokens of the samples that were sampled again
     share: float  # of `same` among the sampled tokens
     metrics: dict[str, float]  # repeat/..., over the slots that both samplings have
 
@@ -81,14 +84,24 @@ async def sample_again(
         )
     else:
         second = await sample(parts)
-    return compare(_samples(first), _samples(second), batch)
+    return compare(first, second, batch)
 
 
-def compare(first: Sequence[Sample], second: Sequence[Sample], batch: TokenBatch) -> Resampled:
-    """Compare two samplings; `batch` is the first one packed."""
-    logp, same = batch.logp_rollout.clone(), torch.zeros(batch.num_slots, dtype=torch.bool)
+def compare(first: Sequence[Group], second: Sequence[Group], batch: TokenBatch) -> Resampled:
+    """Compare two samplings; `batch` is the first one packed.
+
+    Either may lack episodes, or have others of their samples, so samples are paired by their names.
+    """
+    logp = batch.logp_rollout.clone()
+    same, played = (torch.zeros(batch.num_slots, dtype=torch.bool) for _ in range(2))
     traces: tuple[list[RoutingTrace], list[RoutingTrace]] = ([], [])
-    for start, a, b in zip(batch.cu_seqlens.tolist(), first, second, strict=False):
+    again = dict(_named_samples(second))
+    bounds = batch.cu_seqlens.tolist()
+    for (start, stop), (name, a) in zip(pairwise(bounds), _named_samples(first), strict=True):
+        if name not in again:
+            continue
+        b = again[name]
+        played[start:stop] = a.trainable
         slots = max(0, common_prefix(a.tokens, b.tokens) - 1)
         both = a.trainable[:slots] & b.trainable[:slots]
         place = slice(start, start + slots)
@@ -106,7 +119,7 @@ def compare(first: Sequence[Sample], second: Sequence[Sample], batch: TokenBatch
         if (a_all.valid & b_all.valid).any():
             metrics["repeat/routers"] = routing_disagreement(a_all, b_all).routers
     share = int(same.sum()) / max(1, batch.num_trainable)
-    return Resampled(batch.logp_rollout, logp, same, share, metrics)
+    return Resampled(batch.logp_rollout, logp, same, played, share, metrics)
 
 
 def common_prefix(a: Tensor, b: Tensor) -> int:
@@ -140,5 +153,10 @@ class OneAtATime:
         await self.engine.reset_cache()
 
 
-def _samples(groups: Iterable[Group]) -> list[Sample]:
-    return [sample for group in groups for sample in group.samples]
+def _named_samples(groups: Iterable[Group]) -> Iterator[tuple[tuple[int, int, int], Sample]]:
+    """Iterate over the samples, each with its problem, episode and number in the episode."""
+    for group in groups:
+        numbers: Counter[int] = Counter()
+        for episode, sample in zip(group.episodes, group.samples, strict=True):
+            yield (group.problem_id, episode, numbers[episode]), sample
+            numbers[episode] += 1

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from onepolicy.build.calibrate import calibrate
+from onepolicy.build.learner import load_training_model
 from onepolicy.build.measure import MeasureComponents, build_measure_components, measure_config
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.input_files import resolve_model
@@ -26,7 +27,6 @@ from onepolicy.measure.distributions import check_top, compare, without_top
 from onepolicy.measure.engine_noise import Resampled, sample, sample_again
 from onepolicy.measure.result import Measurement, ScoredRollouts
 from onepolicy.models.load import load_model, read_config
-from onepolicy.models.prepare import prepare_for_training
 from onepolicy.notation import counted, number
 from onepolicy.objective.advantages import compute_outcomes
 from onepolicy.replay.checks import RoutingError
@@ -160,7 +160,7 @@ async def measure_parts(
             weights = EngineWeights(second.explained, how, scorer, model)
             if other is not None:
                 source = model.model_copy(update={"path": engine_model})
-                weights = _score_with(other, first, scorer, source)
+                weights = _score_with(first, scorer, source)
                 await parts.engine.load_weights(other.state_dict().items(), parts.engine.version)
     say("the engine once more, one sequence at a time")
     base = chosen
@@ -278,11 +278,10 @@ def _unchanged(first: ScoredRollouts, scorer: PolicyScorer, model: ModelConfig) 
     return EngineWeights(first.explained, how, scorer, model)
 
 
-def _score_with(
-    other: PreTrainedModel, first: ScoredRollouts, scorer: PolicyScorer, model: ModelConfig
-) -> EngineWeights:
+def _score_with(first: ScoredRollouts, scorer: PolicyScorer, model: ModelConfig) -> EngineWeights:
     """Score the first rollouts in the trainer with the weights that the engine held."""
-    prepare_for_training(other, scorer.device)
+    with _given_as("--engine-model"):
+        other = load_training_model(model, scorer.device)
     other_scorer = variant_scorer(scorer, model=other)
     explained = explain(other_scorer, other_scorer.score(first.native, replay=False))
     how = f"the trainer scores with the engine's weights, {model.path}"
@@ -290,6 +289,7 @@ def _score_with(
 
 
 def _load_engine_model(folder: str) -> PreTrainedModel:
+    """Return the model in float32 on the CPU, from where it is pushed to the engine."""
     source = ModelConfig(path=folder)
     with _given_as("--engine-model"):
         read_config(source)

@@ -32,7 +32,8 @@ from onepolicy.replay.selection import (
     topk_operands,
 )
 
-PROBABILITIES = (torch.softmax, Tensor.softmax, F.softmax, torch.sigmoid, Tensor.sigmoid, F.sigmoid)
+PROBABILITIES = {torch.softmax, Tensor.softmax, F.softmax, torch.sigmoid, Tensor.sigmoid, F.sigmoid}
+PROBABILITIES |= {torch.sqrt, Tensor.sqrt}  # of softplus (DeepSeek-V4)
 _ABSENT = object()
 
 
@@ -380,11 +381,10 @@ class TopkReplayer(TopkHook):
             return
         assert self._native_selection is not None
         assert self._target is not None
-        probabilities = self._probabilities
-        if probabilities is None:
-            probabilities = scores.detach().softmax(-1)
-        native = self._native_selection[2]
-        self._target, replaced = soften(self._target, native, probabilities, ratio=self._soft)
+        if self._probabilities is None:
+            self._probabilities = scores.detach().softmax(-1)
+        native, p = self._native_selection[2], self._probabilities
+        self._target, replaced = soften(self._target, native, p, ratio=self._soft)
         if self._valid is not None:
             replaced = replaced[self._valid]
         self.replaced = replaced.float().mean()
@@ -413,8 +413,7 @@ class TopkReplayer(TopkHook):
         assert self._target is not None
         scores, k, width = topk_operands(router, func, args, kwargs)
         if k and width == router.num_experts:
-            named = dict(kwargs or {})
-            named.pop("input", None)
+            named = {name: value for name, value in (kwargs or {}).items() if name != "input"}
             return self._replayed_selection(
                 func, scores, k, lambda given: func(given, *args[1:], **named)
             )
@@ -423,6 +422,7 @@ class TopkReplayer(TopkHook):
             self._apply_soft_replay(scores)  # before its groups are named
             return answer(func, scores, groups_of(self._target, router))
         out = func(*args, **(kwargs or {}))
-        if func in PROBABILITIES and self._soft is not None and not self._selected:
+        wanted = self._soft is not None and not self._selected
+        if wanted and func in PROBABILITIES and out.shape[-1] == router.num_experts:
             self._probabilities = flat(out.detach())
         return out

@@ -15,8 +15,10 @@ from onepolicy.cli import main, parse_arguments
 from onepolicy.cli.measure import is_first_look
 from onepolicy.config.input_files import resolve_model
 from onepolicy.config.policy import PolicyConfig
+from onepolicy.measure import attribution
+from onepolicy.measure.attribution import trainer_precision
 from onepolicy.measure.command import measure_and_show
-from onepolicy.measure.measure import measure_parts
+from onepolicy.measure.measure import _score_with, measure_parts, score_rollouts
 from onepolicy.measure.result import to_tree
 from onepolicy.record.statistics import Statistics
 from onepolicy.report.measure import waterfall_rows
@@ -341,6 +343,28 @@ def test_a_trainer_in_bfloat16(policy):
     assert "precision" not in bars_of(found)  # both sides have it
     (trainer,) = (each for each in found.ablations if each.name == "trainer in bfloat16")
     assert "bfloat16 weights" in trainer.how
+
+
+def test_weights_of_a_bfloat16_trainer_are_rounded_wherever_they_are_scored(policy, monkeypatch):
+    """The trainer's own folder as the engine's changes no bit: dtype and head are the trainer's.
+    The float32 forward that bfloat16 is measured against is one of bfloat16 weights."""
+    overrides = ["model.dtype=bfloat16", "model.lm_head=float32", "rollout.engine.dtype=bfloat16"]
+    config = measure_config({}, [f"model.path={policy}", *SETTINGS, *FEW, *overrides], None)
+    parts, _ = build_measure_components(config)
+    first, model = asyncio.run(score_rollouts(parts)), resolve_model(config.model)
+    again = _score_with(first, parts.scorer, model)
+    assert torch.equal(again.explained.native.logp_old, first.native.logp_old)
+    prepared, prepare = [], attribution.prepare_for_training
+
+    def remember(exact, device):
+        prepared.append(exact)
+        prepare(exact, device)
+
+    monkeypatch.setattr(attribution, "prepare_for_training", remember)
+    trainer_precision(again.explained.rescorer, model, first.native, replay=False)
+    for weight in prepared[0].parameters():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, weight.bfloat16().float())
 
 
 @pytest.mark.full

@@ -34,13 +34,13 @@ E, K = 4, 2
 
 
 class Gate(nn.Module):
-    """A router with logits = x, and the selection and weights of three kinds of families."""
+    """A router with logits = x, and the selection and weights of four kinds of families."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.top_k, self.num_experts = kind, K, E
         self.weight = nn.Parameter(torch.eye(E))
-        # The selection bias of the sigmoid kind always takes expert 3.
+        # The selection bias of the last kinds always takes expert 3.
         self.bias = torch.tensor([0.0, 0.0, 0.0, 9.0])
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,6 +52,8 @@ class Gate(nn.Module):
             values, ids = torch.topk(logits.softmax(-1), K)
             return logits, values, ids
         scores = logits.sigmoid()  # DeepSeek-V3
+        if self.kind == "sqrt-softplus":  # DeepSeek-V4
+            scores = F.softplus(logits).sqrt()
         ids = torch.topk(scores + self.bias, K)[1]
         return logits, scores.gather(1, ids), ids
 
@@ -127,11 +129,13 @@ def test_soft_replaces_experts_that_the_live_scores_find_unlikely(subtests) -> N
             assert soft.native().ids.tolist() == [[[0, 1]]]
 
 
-def test_soft_scores_of_a_sigmoid_router_exclude_its_bias() -> None:
-    """The sigmoids are .8 .5 .25 .1. The bias makes 3 and 0 the router's own, so the weakest own
+@pytest.mark.parametrize("kind", ["sigmoid", "sqrt-softplus"])
+def test_soft_scores_of_a_router_exclude_its_bias(kind: str) -> None:
+    """The scores are .8 .5 .25 .1. The bias makes 3 and 0 the router's own, so the weakest own
     score is .1."""
-    model, routers = one_layer("sigmoid")
-    x = torch.tensor([[0.8, 0.5, 0.25, 0.1]]).logit()
+    model, routers = one_layer(kind)
+    scores = torch.tensor([[0.8, 0.5, 0.25, 0.1]])
+    x = {"sigmoid": scores.logit(), "sqrt-softplus": scores.square().expm1().log()}[kind]
     with routers.replay(trace_of([2, 1]), soft=1.0, native=True, check=False) as soft:
         y = model(x)
     assert soft.native().ids.tolist() == [[[3, 0]]]

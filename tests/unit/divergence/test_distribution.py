@@ -67,6 +67,13 @@ def test_overlap_is_of_each_position():
     assert distances(ids, logp, logp, own, logp).overlap.tolist() == [0.5, 0.0]
 
 
+def test_overlap_counts_what_sampling_can_draw():
+    """Of H = {0, 1, 2, 3} top-k 2 leaves 0 and 1; the trainer has 1 of these, and 2 and 3."""
+    ids, own = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[1, 2, 3, 5]])
+    logp = torch.tensor([[-0.5, -0.9, -math.inf, -math.inf]])
+    assert distances(ids, logp, logp, own, logp).overlap.tolist() == [0.5]
+
+
 def test_narrowed_sampling_has_no_probability_outside():
     """With top-k 1 while 2 were asked for, q = (1, 0). The trainer has .6 there."""
     ids, logp_trainer = torch.tensor([[0, 1]]), torch.tensor([[0.6, 0.3]]).log()

@@ -20,6 +20,7 @@ from onepolicy.invariant.switch import TILE
 from onepolicy.models import fp32_head
 from onepolicy.models.decode_attention import KVCacheStep
 from onepolicy.models.fp32_head import Fp32Head
+from onepolicy.models.long_samples import constant_rope_length
 from onepolicy.models.prepare import TOLERANCE, recurrent_layers, unknown_layers
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.adapter import HeldAdapter
@@ -32,8 +33,6 @@ from onepolicy.rollout.hf.scheduler import InterruptibleBatch
 from onepolicy.rollout.hf.static_batch import StaticBatch
 
 LOG = logging.getLogger(__name__)
-# rotary frequencies that depend on the longest sequence of the batch
-BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 TRIAL = 7  # tokens with which states of recurrent layers are tried
 FIRST_PRIORITY = -1  # of a decode step's short kernels over the learner's long ones
 
@@ -165,11 +164,10 @@ def needs_static_batch(model: PreTrainedModel) -> bool:
     attention counts as attention. Sparse attention keeps an index beside the keys.
     """
     config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
     has_sparse_attention = getattr(config, "index_topk", None) is not None
     return (
         bool(unknown_layers(model))
-        or rope.get("rope_type") in BATCH_DEPENDENT_ROPE
+        or constant_rope_length(config) is not None
         or has_sparse_attention
     )
 

@@ -160,7 +160,7 @@ def invert_cdf_by_blocks(probability: Tensor, uniform: Tensor) -> Tensor:
     inside = inside.masked_fill_(columns >= size, 0).cumsum_(-1)
     # a part of 1 - 2**-53 may round to the whole, which no running sum passes
     below = torch.minimum(part * inside[:, -1:], inside[:, -1:].nextafter(torch.zeros_like(part)))
-    return block * BLOCK + torch.searchsorted(inside, below, right=True)
+    return (block * BLOCK + torch.searchsorted(inside, below, right=True)).clamp_(max=size - 1)
 
 
 def check_sampling(sampling: Sampling) -> None:

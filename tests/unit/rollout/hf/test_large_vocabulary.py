@@ -74,6 +74,17 @@ def test_a_row_does_not_depend_on_the_others():
         assert tokens_of(slice(row, row + 1)) == together[row]
 
 
+def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary():
+    """Its log-probability is NaN, which `check_sampled_tokens` names."""
+    rows = BatchSampling.from_requests([Sampling(1.0, 1)] * 2, torch.device("cpu"))
+    for size in (8191, 10_000, 8192):
+        logits = torch.randn(2, size, generator=torch.Generator().manual_seed(0))
+        logits[1] = torch.nan
+        found = sample_tokens(logits, doubles(0.5, 0.5), rows)
+        assert found.tokens[1] == size - 1
+        assert found.logp.isnan().tolist() == [False, True]
+
+
 def test_top_k_leaves_out_the_others():
     logits = torch.arange(10_000).float()[None] / 1000
     draws = torch.linspace(0, LAST, 50, dtype=torch.float64)
