@@ -145,7 +145,8 @@ def _episodes(unit: Tensor, episode: Tensor | None) -> Tensor:
     """Return [S] int64: each sample's episode. None: it has one of its own."""
     if episode is None:
         return torch.arange(len(unit))
-    return torch.stack([unit, episode]).unique(dim=1, return_inverse=True)[1]
+    index: Tensor = torch.stack([unit, episode]).unique(dim=1, return_inverse=True)[1]
+    return index
 
 
 def compute_advantages(batch: TokenBatch, config: ObjectiveConfig) -> TokenBatch:

@@ -48,8 +48,8 @@ def replaying(worker: Any) -> type:
                 )
             self.onepolicy_replay = ArmedReplay(self.model.model)
             # SkyRL asks for the routers' logits and reads no loss of them (`refuse_router_loss`).
-            config = self.onepolicy_replay.routers.model.config.get_text_config()
-            config.output_router_logits = False
+            config: Any = self.onepolicy_replay.routers.model.config
+            config.get_text_config().output_router_logits = False
             return found
 
         def _forward_micro_batch(self, micro_batch: Any) -> Any:
