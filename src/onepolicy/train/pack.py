@@ -10,8 +10,6 @@ micro-batches that hold no other group: these need no graph.
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -114,10 +112,10 @@ def minibatches(batch: TokenBatch, count: int) -> list[list[int]]:
     another. A step with fewer groups than `count` has one minibatch per group.
     """
     groups = batch.group.unique_consecutive().tolist()
-    count = min(count, len(groups))  # dynamic sampling may find fewer groups than asked for
+    total = len(groups)
+    count = min(count, total)  # dynamic sampling may find fewer groups than asked for
     samples_of = samples_of_groups(batch)
-    bounds = [len(groups) * i // count for i in range(count + 1)]
-    parts = [groups[start:stop] for start, stop in itertools.pairwise(bounds)]
+    parts = [groups[total * i // count : total * (i + 1) // count] for i in range(count)]
     return [[sample for group in part for sample in samples_of[group]] for part in parts]
 
 
