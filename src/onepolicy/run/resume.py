@@ -25,7 +25,7 @@ from onepolicy.models.load import parse_device
 from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.run import run_folder
 from onepolicy.run.log_digest import find_damage
-from onepolicy.run.loop import TrainingLoop
+from onepolicy.run.loop import TrainingLoop, clean_folder
 from onepolicy.run.recovery import wait_for_server
 from onepolicy.run.run_folder import PROBES, RUN, SUMMARY, Json, RunOrigin, read_about, read_parent
 from onepolicy.run.summary import has_summary, write_summary
@@ -73,7 +73,10 @@ def resume_run(
                 f"the learning rate changes from step {origin.step + 1} on"
             )
         if all_steps_done:
-            return write_summary(config, run, origin.parent)
+            clean_folder(run, origin.step)  # it may have gone on to later steps
+            with run_folder.convert_write_errors(run):
+                run_folder.write_config(run, config)
+                return write_summary(config, run, origin.parent)
         check_log(config)
         note_pressure(config, progress)
         if parse_device(config.train.device).type == "cuda":

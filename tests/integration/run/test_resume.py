@@ -76,6 +76,20 @@ def test_resumes_of_a_run_that_has_all_its_steps(train, capsys):
     assert moved in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_run_that_is_cut_to_its_newest_checkpoint_has_no_later_rows(train):
+    """It was killed in its third step, which no checkpoint holds."""
+    run = train("run", "steps=3", "eval.every=0", "log.counterfactual_every=1")
+    shutil.rmtree(checkpoint.checkpoint_folder(run, 3))
+    (run / "summary.json").unlink()
+    assert main(["train", "--resume", str(run), "steps=2"]) == 0
+    assert [row["step"] for row in rows(run)] == [1, 2]
+    probes = sorted(path.name for path in (run / "probes").glob("*.safetensors"))
+    assert probes == ["step_00001.safetensors", "step_00002.safetensors"]
+    assert read_stored_config(run).steps == 2
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 2
+
+
 @pytest.mark.full
 @pytest.mark.process
 def test_killed_in_the_middle_resumes_to_the_same_run(train, recipe, tmp_path):
