@@ -24,7 +24,7 @@ from onepolicy.launch.launcher import (
 from onepolicy.models.load import parse_device
 from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.run import run_folder
-from onepolicy.run.log_digest import find_damage
+from onepolicy.run.log_digest import find_changed_problems, find_damage
 from onepolicy.run.loop import TrainingLoop, clean_folder
 from onepolicy.run.recovery import wait_for_server
 from onepolicy.run.run_folder import PROBES, RUN, SUMMARY, Json, RunOrigin, read_about, read_parent
@@ -77,6 +77,7 @@ def resume_run(
             with run_folder.convert_write_errors(run):
                 run_folder.write_config(run, config)
                 return write_summary(config, run, origin.parent)
+        _note_changed_problems(run, config, progress)
         check_log(config)
         note_pressure(config, progress)
         if parse_device(config.train.device).type == "cuda":
@@ -102,6 +103,16 @@ def _note_damaged_log(run: Path, origin: RunOrigin, progress: Progress) -> None:
             f"WARNING: {path} is not as it was at the checkpoint of step {origin.step}; lines are "
             "lost or changed, and the run's history and report lack them or are wrong there; the "
             "run goes on without them, or stop it and restore the file from a copy"
+        )
+
+
+def _note_changed_problems(run: Path, config: RunConfig, progress: Progress) -> None:
+    """Report files of problems that were changed since the run started."""
+    for path in find_changed_problems(config, read_about(run).get("problems", {})):
+        progress.note(
+            f"WARNING: {path} is not as it was at the start of {run}; problems that were held out "
+            "may be trained on now, and evaluations cannot be compared with those before; stop the "
+            "run and restore the file from a copy"
         )
 
 

@@ -137,9 +137,10 @@ def test_twenty_kills_at_random_moments(train, recipe, tmp_path):
 
 
 @pytest.mark.full
-def test_an_evaluation_leaves_no_state_that_a_resumed_run_lacks(train, tmp_path):
+def test_an_evaluation_leaves_no_state_that_a_resumed_run_lacks(train, tmp_path, capsys):
     """Prompts share a long prefix and rollouts are in fp32, so a prefix that an evaluation left in
-    the engine would show."""
+    the engine would show. The file of problems has a blank line more as the run resumes, which
+    changes no problem."""
     data = tmp_path / "data.jsonl"
     prompts = [f"11+22-33*44+55-66*7+{i:02}=" for i in range(40)]
     data.write_text("\n".join(json.dumps({"prompt": each, "answer": "1"}) for each in prompts))
@@ -148,7 +149,10 @@ def test_an_evaluation_leaves_no_state_that_a_resumed_run_lacks(train, tmp_path)
     settings += ["log.counterfactual_every=1"]
     whole = train("whole", "steps=3", *settings)
     part = train("part", "steps=2", *settings)
+    data.write_text(data.read_text() + "\n")
+    capsys.readouterr()
     assert main(["train", "--resume", str(part), "steps=3"]) == 0
+    assert f"WARNING: {data} is not as it was" in " ".join(capsys.readouterr().out.split())
     assert_same_run(whole, part, 3)
 
 
