@@ -53,7 +53,7 @@ def resume_run(
     if config is None:
         config = read_stored_config(run)
         check_trust(config, run, (), f"train --resume {run}")
-    config = apply_torchrun_ranks(config, count, resuming=True)
+    config = apply_torchrun_ranks(config, count, resumed=run)
     before = config.steps
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
