@@ -78,10 +78,11 @@ def open_for_appending(path: Path) -> int:
 
 
 @contextmanager
-def replace_atomically(path: Path) -> Iterator[Path]:
+def replace_atomically(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`, and rename it to `path` once the block has written it.
 
-    `path` keeps its old content if the block raises or the process is killed. The folder must
+    `path` keeps its old content if the block raises or the process is killed. durable: also if
+    power is lost, after which some file systems have the new name and no content. The folder must
     exist.
     """
     temporary = path.with_name(f".{path.name}.writing")
@@ -89,9 +90,20 @@ def replace_atomically(path: Path) -> Iterator[Path]:
         with named_write_errors(path):
             temporary.unlink(missing_ok=True)  # a stranger's link there would be followed
             yield temporary
+            if durable:
+                sync_to_disk(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Make sure that a file, or the names in a folder, survive a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextmanager
@@ -111,8 +123,8 @@ def write_folder(path: Path, temporary: Path | None = None) -> Iterator[Path]:
         shutil.rmtree(writing, ignore_errors=True)
 
 
-def write_text_atomically(path: Path, text: str) -> Path:
+def write_text_atomically(path: Path, text: str, *, durable: bool = False) -> Path:
     """Write `text` as UTF-8, and lone surrogates, which UTF-8 cannot hold, as escapes."""
-    with replace_atomically(path) as temporary:
+    with replace_atomically(path, durable=durable) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     return path

@@ -8,7 +8,6 @@ from pathlib import Path
 from onepolicy.build.components import model_to_load
 from onepolicy.build.room import settle_max_len
 from onepolicy.config import RunConfig
-from onepolicy.config.numerics import ON_POLICY
 from onepolicy.models.load import parse_device
 
 
@@ -41,10 +40,7 @@ def with_gpu_precision(config: RunConfig, note: Callable[[str], None], *, ranks:
     was given stays, a float32 engine too.
     """
     model, train = config.model, config.train
-    given = "dtype" in model.model_fields_set
-    given |= bool({"autocast", "fsdp_param_dtype"} & train.model_fields_set)
-    needs_float32 = config.numerics == ON_POLICY or config.rollout.engine.dtype == "float32"
-    if given or needs_float32:
+    if config.names_precision:
         return config
     if ranks:
         note(

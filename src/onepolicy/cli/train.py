@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 from onepolicy.cli.common import (
@@ -29,6 +30,7 @@ from onepolicy.config.output_paths import (
     check_resumable,
     claim_run_folder,
 )
+from onepolicy.config.rules import value_at
 from onepolicy.config.stored_config import (
     TRUST,
     TYPED_AGAIN,
@@ -50,6 +52,9 @@ RESUME_SETTINGS = (
 """Settings that a resumed run may change, besides cluster.* and RESUME_COUNTS."""
 RESUME_COUNTS = {"steps": 1, "train.ranks": 0}
 """Counts that a resumed run may change, with their least values."""
+
+FOLLOWING = ("correction", "rollout.engine.dtype", "rollout.engine.lm_head")
+"""Settings whose defaults follow from others."""
 
 
 def add_train(commands: Commands) -> None:
@@ -327,10 +332,19 @@ def _run_folder_of(source: Path) -> Path:
 def _forked_config(parent: RunConfig, overrides: list[str]) -> RunConfig:
     """Return the parent's settings with overrides.
 
-    If the parent's correction followed from its replay.mode, the fork's correction does too.
+    What followed from the parent's other settings follows from the fork's: the correction from its
+    replay.mode, and with numerics = on-policy the engine's dtype and lm_head from the model's.
     """
     tree = parent.model_dump()
-    without_correction = {name: value for name, value in tree.items() if name != "correction"}
-    if resolve(without_correction).correction == parent.correction:
-        tree = without_correction
+    for path in FOLLOWING:
+        *sections, name = path.split(".")
+        without = deepcopy(tree)
+        section = without
+        for key in sections:
+            section = section[key]
+        if name not in section:  # of another kind of engine
+            continue
+        del section[name]
+        if value_at(resolve(without), path) == value_at(parent, path):
+            tree = without
     return resolve(tree, overrides)

@@ -47,6 +47,13 @@ def describe_idle(settings: list[Idle]) -> str:
     return f"no effect here: {'; '.join(listed)}"
 
 
+def _float32_throughout(run: RunConfig) -> bool:
+    """Return whether the trainer computes in float32, also on a GPU, which has its own default."""
+    shards_too = run.train.autocast == "off" and run.train.fsdp_param_dtype == "same"
+    stays = run.names_precision or run.train.device == "cpu"
+    return run.model.dtype == "float32" and shards_too and stays
+
+
 def _missing_terms(run: RunConfig) -> list[str]:
     """Return the terms of the loss that do not see rejected slots, and that there are not."""
     there = {
@@ -106,7 +113,7 @@ ONE_UPDATE = "objective.num_minibatches = 1: the only update of a batch has"
 IDLE: tuple[Rule[RunConfig], ...] = (
     *unused(
         "model.lm_head",
-        lambda run: run.model.dtype == "float32" and run.train.autocast == "off",
+        _float32_throughout,
         "model.dtype = float32, train.autocast = off",
     ),
     *unused(

@@ -105,6 +105,13 @@ class Summary(Shape):
     nothing_learnt: NothingLearnt | None = None
 
 
+class FileDigest(Shape):
+    """Length and checksum of a file as a run started, or as a checkpoint was saved."""
+
+    bytes: Count
+    sha256: Sha256
+
+
 class RunInfo(Shape):
     """run.json."""
 
@@ -116,13 +123,7 @@ class RunInfo(Shape):
     fingerprint: dict[str, Any] | None = None
     quant: dict[str, Any] | None = None
     pressure: Text | None = None
-
-
-class LogDigest(Shape):
-    """Length and checksum of metrics.jsonl or samples.jsonl as a checkpoint was saved."""
-
-    bytes: Count
-    sha256: Sha256
+    problems: dict[str, FileDigest] = {}
 
 
 class CheckpointState(Shape):
@@ -133,7 +134,7 @@ class CheckpointState(Shape):
     skipped: Count = 0
     files: dict[str, Count]
     sha256: dict[str, Sha256] = {}
-    log: dict[str, LogDigest] = {}
+    log: dict[str, FileDigest] = {}
     parent: Parent | None = None
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from onepolicy.config.task import JsonlTask
+from onepolicy.config.task import JsonlTask, ProgramTask, ReActTask, TaskConfig
 from onepolicy.errors import UsageError
 
 SHOWN = 60  # characters of a bad value in a message
@@ -21,6 +21,16 @@ class ProblemRow:
     prompt: str
     answer: str
     where: str  # path:line
+
+
+def problem_files(task: TaskConfig) -> list[str]:
+    """Return the paths of the files that a task's problems are in."""
+    problems = task
+    if isinstance(task, ReActTask | ProgramTask):
+        problems = task.problems
+    if not isinstance(problems, JsonlTask):
+        return []
+    return [path for path in (problems.path, problems.held_out_path) if path is not None]
 
 
 def read_task(task: JsonlTask, section: str = "task") -> tuple[list[ProblemRow], list[ProblemRow]]:

@@ -111,6 +111,13 @@ class RunConfig(Frozen):
         return data
 
     @property
+    def names_precision(self) -> bool:
+        """True if a run on a GPU has these dtypes too, and not a GPU's own default."""
+        given = "dtype" in self.model.model_fields_set
+        given |= bool({"autocast", "fsdp_param_dtype"} & self.train.model_fields_set)
+        return given or self.numerics == ON_POLICY or self.rollout.engine.dtype == "float32"
+
+    @property
     def longest_episode(self) -> tuple[int, int]:
         """Most sampled tokens and model turns of an episode."""
         tokens = self.rollout.sampling.max_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onepolicy.build.engines import BuildEngine, build_engine
@@ -30,18 +31,18 @@ def started_ranks(
 
 
 def apply_torchrun_ranks(
-    config: RunConfig, ranks: int | None = None, *, resuming: bool = False
+    config: RunConfig, ranks: int | None = None, *, resumed: Path | None = None
 ) -> RunConfig:
     """Return the settings with `train.ranks` = ranks, or torchrun's number under torchrun.
 
-    ranks: None leaves the setting unchanged. A resumed run may have another number of processes
-    under torchrun than before. Otherwise, raises UsageError if torchrun's number and a number that
-    is set differ.
+    ranks: None leaves the setting unchanged. resumed: a run that goes on, which may have another
+    number of processes under torchrun than before. Otherwise, raises UsageError if torchrun's
+    number and a number that is set differ, and always if the other settings do not go with it.
     """
     requested = config.train.ranks if ranks is None else ranks
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # a process of torchrun
         world_size = int(os.environ["WORLD_SIZE"])
-        may_differ = resuming and ranks is None
+        may_differ = resumed is not None and ranks is None
         if requested not in (0, world_size) and not may_differ:
             raise UsageError(
                 f"train.ranks: {requested}, but torchrun started {world_size} processes; leave "
@@ -52,7 +53,16 @@ def apply_torchrun_ranks(
         return config
     tree = config.model_dump()
     tree["train"]["ranks"] = requested
-    return resolve(tree)
+    try:
+        return resolve(tree)
+    except UsageError as error:
+        if resumed is None:
+            raise
+        raise UsageError(
+            f"{error}\n--resume keeps the other settings: keep train.ranks = {config.train.ranks}, "
+            f"or fork the run with those that are named above: onepolicy train --from {resumed} "
+            f"out=... train.ranks={requested} ..."
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ always reports why it ends.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -31,6 +32,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0  # before a restart; doubled until the 
 POLL_S = 0.1  # between two checks whether the process has ended
 FROM_KERNEL = 0x80  # si_code of a signal that no process sent by `kill`, such as a typed Ctrl-C
 CHECKPOINTS = "checkpoints"  # train.checkpoint.FOLDER, which is not imported: it needs torch
+SUMMARY, REPORT = "summary.json", "report.html"
 FINAL_STATUSES = {
     2: "exit status 2: its message says what to change",
     130: "Ctrl-C",
@@ -111,12 +113,16 @@ def supervise(
             with suppress(OSError):
                 (out / BEGUN).unlink(missing_ok=True)
         command = resume if restart and has_folder else first
+        before = _summary_time(out)
         status = _run_command([sys.executable, "-P", "-m", "onepolicy", *command])
         if status == 0:
             return 0
         if status in FINAL_STATUSES:
             log(f"{out}: ended by {FINAL_STATUSES[status]}; not restarted")
             return status
+        if _summary_time(out) not in (None, before) and _is_complete(out):
+            log(f"{out}: ended by {describe_status(status)} after its summary; it has finished")
+            return 0
         step = step_begun(out)
         history.record(step, newest_checkpoint(out))
         where = "before any step" if step is None else f"in step {step}"
@@ -131,6 +137,24 @@ def supervise(
         log(f"{crash}; restart {restart + 1} of {restarts} in {history.wait_s:g} s")
         pause(history.wait_s)
     return max(status, 1)
+
+
+def _summary_time(out: Path) -> int | None:
+    """Return when the run's summary was written [ns]; None if there is none."""
+    try:
+        return (out / SUMMARY).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _is_complete(out: Path) -> bool:
+    """Return whether the run has its last checkpoint, and the report that its settings ask for."""
+    try:
+        config = json.loads((out / CONFIG).read_bytes())
+        steps, reports = config["steps"], config["log"]["report"]
+        return newest_checkpoint(out) >= steps and ((out / REPORT).exists() or not reports)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return False
 
 
 def step_begun(out: Path) -> int | None:

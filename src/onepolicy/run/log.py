@@ -144,7 +144,7 @@ def truncate_after(folder: Path, step: int) -> None:
         if not path.exists():
             continue
         kept = [row for row in read(folder) if row["step"] <= step]
-        with replace_atomically(path) as temporary:
+        with replace_atomically(path, durable=True) as temporary:
             temporary.write_bytes(b"".join(_line(row) for row in kept))
 
 

@@ -1,4 +1,4 @@
-"""Digests of a run's log, by which a resume sees that rows before its checkpoint are damaged."""
+"""Digests of a run's log and of its problems, by which a resume sees that they were changed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from onepolicy.config import RunConfig
+from onepolicy.config.problems import problem_files
 from onepolicy.report.jsonl import METRICS, SAMPLES
 
 CHUNK = 2**20
@@ -36,3 +38,17 @@ def find_damage(folder: Path, saved: Mapping[str, Any]) -> list[Path]:
     lengths = {name: saved[name]["bytes"] for name in LOG_FILES if name in saved}
     now = digest_log(folder, lengths)
     return [folder / name for name in lengths if now[name] != saved[name]]
+
+
+def digest_problems(config: RunConfig) -> dict[str, Any]:
+    """Return the length and SHA-256 of each file of the task's problems."""
+    return digest_log(Path(), dict.fromkeys(problem_files(config.task)))
+
+
+def find_changed_problems(config: RunConfig, saved: Mapping[str, Any]) -> list[str]:
+    """Return the files of problems that are not as an earlier `digest_problems` saw them.
+
+    A run of an older version has no digests.
+    """
+    now = digest_problems(config)
+    return [path for path in now if path in saved and now[path] != saved[path]]

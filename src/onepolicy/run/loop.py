@@ -57,7 +57,6 @@ class TrainingLoop:
     async def run(self) -> Json:
         """Run all steps and return the summary."""
         self._restore()
-        self._clean_folder()
         await self._start_engine()
         with RunLog(self.folder, trackers_of(self.config, self.progress.note)) as log:
             await self._run_steps(log)
@@ -69,24 +68,17 @@ class TrainingLoop:
     # --- start ------------------------------------------------------------------------------------
 
     def _restore(self) -> None:
-        """Restore the checkpoint that the run starts from, if there is one."""
-        if self.origin.weights is None:
-            return
-        self.learner.restore(self.origin.weights)
-        if self.origin.parent and not checkpoint.complete_checkpoints(self.folder):
-            with self._writing():  # a fork must not need its parent again
-                self._save_checkpoint(self.origin.step)
+        """Restore the checkpoint that the run starts from, if there is one, and clean the folder.
 
-    def _clean_folder(self) -> None:
-        """Remove unfinished checkpoints, and rows and probe files of steps that run again.
-
-        A finished run that is trained on loses its summary, which says that a run has finished.
+        A fork saves it as its own, because it must not need its parent again: after the cleaning,
+        which would delete a checkpoint that a sharded learner still writes.
         """
-        with self._writing():
-            checkpoint.remove_unfinished(self.folder)
-            (self.folder / run_folder.SUMMARY).unlink(missing_ok=True)
-            truncate_after(self.folder, self.origin.step)
-        run_folder.drop_probes_after(self.folder, self.origin.step)
+        if self.origin.weights is not None:
+            self.learner.restore(self.origin.weights)
+        clean_folder(self.folder, self.origin.step)
+        if self.origin.parent and not checkpoint.complete_checkpoints(self.folder):
+            with self._writing():
+                self._save_checkpoint(self.origin.step)
 
     async def _start_engine(self) -> None:
         """Calibrate the engine, push the first weights, and check its log-probabilities."""
@@ -231,6 +223,18 @@ class TrainingLoop:
     def _save_checkpoint(self, step: int) -> None:
         extra = {"parent": self.origin.parent, "log": digest_log(self.folder)}
         checkpoint.save(self.folder, self.learner, self.tokenizer, step=step, extra=extra)
+
+
+def clean_folder(run: Path, step: int) -> None:
+    """Remove unfinished checkpoints, and rows and probe files of steps after `step`.
+
+    A finished run that is trained on loses its summary, which says that a run has finished.
+    """
+    with run_folder.convert_write_errors(run):
+        checkpoint.remove_unfinished(run)
+        (run / run_folder.SUMMARY).unlink(missing_ok=True)
+        truncate_after(run, step)
+        run_folder.drop_probes_after(run, step)
 
 
 def _without_pressure(engine: RolloutEngine) -> AbstractContextManager[None]:

@@ -24,8 +24,8 @@ from onepolicy.launch.launcher import (
 from onepolicy.models.load import parse_device
 from onepolicy.report.jsonl import METRICS, SAMPLES
 from onepolicy.run import run_folder
-from onepolicy.run.log_digest import find_damage
-from onepolicy.run.loop import TrainingLoop
+from onepolicy.run.log_digest import find_changed_problems, find_damage
+from onepolicy.run.loop import TrainingLoop, clean_folder
 from onepolicy.run.recovery import wait_for_server
 from onepolicy.run.run_folder import PROBES, RUN, SUMMARY, Json, RunOrigin, read_about, read_parent
 from onepolicy.run.summary import has_summary, write_summary
@@ -53,7 +53,7 @@ def resume_run(
     if config is None:
         config = read_stored_config(run)
         check_trust(config, run, (), f"train --resume {run}")
-    config = apply_torchrun_ranks(config, count, resuming=True)
+    config = apply_torchrun_ranks(config, count, resumed=run)
     before = config.steps
     if steps is not None:
         config = config.model_copy(update={"steps": steps})
@@ -73,7 +73,11 @@ def resume_run(
                 f"the learning rate changes from step {origin.step + 1} on"
             )
         if all_steps_done:
-            return write_summary(config, run, origin.parent)
+            clean_folder(run, origin.step)  # it may have gone on to later steps
+            with run_folder.convert_write_errors(run):
+                run_folder.write_config(run, config)
+                return write_summary(config, run, origin.parent)
+        _note_changed_problems(run, config, progress)
         check_log(config)
         note_pressure(config, progress)
         if parse_device(config.train.device).type == "cuda":
@@ -99,6 +103,16 @@ def _note_damaged_log(run: Path, origin: RunOrigin, progress: Progress) -> None:
             f"WARNING: {path} is not as it was at the checkpoint of step {origin.step}; lines are "
             "lost or changed, and the run's history and report lack them or are wrong there; the "
             "run goes on without them, or stop it and restore the file from a copy"
+        )
+
+
+def _note_changed_problems(run: Path, config: RunConfig, progress: Progress) -> None:
+    """Report files of problems that were changed since the run started."""
+    for path in find_changed_problems(config, read_about(run).get("problems", {})):
+        progress.note(
+            f"WARNING: {path} is not as it was at the start of {run}; problems that were held out "
+            "may be trained on now, and evaluations cannot be compared with those before; stop the "
+            "run and restore the file from a copy"
         )
 
 

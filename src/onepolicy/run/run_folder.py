@@ -30,6 +30,7 @@ from onepolicy.config.output_paths import (
     not_writable_error,
 )
 from onepolicy.files import DISK_FULL, open_lock, write_text_atomically
+from onepolicy.run.log_digest import digest_problems
 from onepolicy.train import checkpoint
 
 Json = dict[str, Any]
@@ -110,6 +111,7 @@ def _about(config: RunConfig, origin: RunOrigin, fingerprint: str) -> Json:
         "parent": origin.parent,
         "kl_reference": kl_reference,
         "pressure": pressure,
+        "problems": digest_problems(config),
         "versions": {
             "onepolicy": onepolicy.__version__,
             "torch": torch.__version__,
@@ -121,7 +123,10 @@ def _about(config: RunConfig, origin: RunOrigin, fingerprint: str) -> Json:
 
 
 def write_config(run: Path, config: RunConfig) -> None:
-    write_text_atomically(run / CONFIG, config.model_dump_json(indent=1))
+    """Write the settings, unless the folder has just these."""
+    path, text = run / CONFIG, config.model_dump_json(indent=1)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        write_text_atomically(path, text, durable=True)
 
 
 def read_about(run: Path) -> Json:

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol, TypeVar
 
-from onepolicy.config import RunConfig, UsageError
+from onepolicy.config import RunConfig, TrainingError, UsageError
 from onepolicy.config.secrets import without_secrets
-from onepolicy.run.run_folder import read_about
+from onepolicy.run.run_folder import convert_write_errors, read_about
 
 Values = Mapping[str, float]
 Note = Callable[[str], None]
@@ -76,6 +76,7 @@ class TensorBoard:
     def __init__(self, folder: Path, last_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._folder = folder
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=last_step + 1)
 
     def write(self, step: int, values: Values) -> None:
@@ -83,7 +84,12 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def close(self, failed: bool) -> None:
-        self._writer.close()
+        try:
+            with convert_write_errors(self._folder):
+                self._writer.close()
+        except TrainingError:
+            if not failed:  # a run that failed says why itself
+                raise
 
 
 class Wandb:

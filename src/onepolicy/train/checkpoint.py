@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from onepolicy.bounded import refuse_holes, refuse_pipes
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import CheckpointState, read_json_object
-from onepolicy.files import leads_into, refuse_links_out
+from onepolicy.files import leads_into, refuse_links_out, sync_to_disk
 from onepolicy.interfaces import Learner
 from onepolicy.train.optim import MASTER, MasterAdamW
 from onepolicy.train.state import SHARDS, CheckpointedLearner, optimizer_moments, sharded_like
@@ -96,9 +96,9 @@ def _finish_checkpoint(temporary: Path, final: Path, state: dict[str, Any]) -> N
     text = json.dumps(state | {STATE_CHECKSUM: _state_checksum(state)}, indent=1)
     (temporary / STATE).write_text(text, encoding="utf-8")
     for path in [*temporary.rglob("*"), temporary]:
-        _sync_to_disk(path)
+        sync_to_disk(path)
     os.rename(temporary, final)
-    _sync_to_disk(final.parent)
+    sync_to_disk(final.parent)
 
 
 def write_files(learner: CheckpointedLearner, folder: Path, adapter: Adapter | None = None) -> None:
@@ -293,14 +293,6 @@ def _file_checksum(path: Path) -> str:
 
 def _state_checksum(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def restore_optimizer(folder: Path, learner: CheckpointedLearner) -> None:

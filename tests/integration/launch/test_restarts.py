@@ -79,6 +79,42 @@ def test_a_fault_of_one_step_is_given_up(run):
     assert "in step 7, where it has ended 3 times; not restarted" in texts[-1]
 
 
+@pytest.mark.parametrize(
+    ("newest", "missing", "starts"),
+    [(9, None, 1), (8, None, 2), (9, "report.html", 2), (9, "summary.json", 2)],
+)
+def test_a_run_that_dies_after_its_summary_has_finished(
+    newest, missing, starts, tmp_path, monkeypatch
+):
+    """Not one whose last checkpoint, summary or report is missing: a resume makes that."""
+    statuses, texts = [-9, 0], []
+
+    def end(_):
+        (tmp_path / "config.json").write_text('{"steps": 9, "log": {"report": true}}')
+        (tmp_path / supervise.CHECKPOINTS / f"step_{newest:05d}").mkdir(parents=True, exist_ok=True)
+        for name in {"summary.json", "report.html"} - {missing}:
+            (tmp_path / name).touch()
+        return statuses.pop(0)
+
+    monkeypatch.setattr(supervise, "_run_command", end)
+    assert supervise.supervise(tmp_path, FIRST, RESUME, 5, texts.append, lambda _: None) == 0
+    assert 2 - len(statuses) == starts
+    if starts == 1:
+        assert texts == [f"{tmp_path}: ended by SIGKILL after its summary; it has finished"]
+
+
+def test_an_older_summary_does_not_end_the_supervision(tmp_path, monkeypatch):
+    """A finished run that is trained on, and dies before it has begun."""
+    (tmp_path / "config.json").write_text('{"steps": 9, "log": {"report": false}}')
+    (tmp_path / supervise.CHECKPOINTS / "step_00009").mkdir(parents=True)
+    (tmp_path / "summary.json").touch()
+    statuses = [-9, 0]
+    monkeypatch.setattr(supervise, "_run_command", lambda _: statuses.pop(0))
+    texts = []
+    assert supervise.supervise(tmp_path, RESUME, RESUME, 5, texts.append, lambda _: None) == 0
+    assert statuses == []
+
+
 def test_trouble_at_the_start_is_retried(run):
     """It does not count as a fault of the step before it, and the waits grow to a minute."""
     none, late = [(1, None)], [(supervise.ServiceUnavailable.EXIT, None)]

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import tomllib
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from onepolicy.cli import main
 from onepolicy.rollout.hf.engine import HFEngine
+from onepolicy.train.checkpoint import checkpoint_folder, verify
+from onepolicy.train.learner import LocalLearner
 from support.metrics import rows, timeless
 
 
@@ -93,6 +96,27 @@ def test_a_fork_starts_at_the_parents_step_with_new_settings(finished, tmp_path)
     # same data as the parent's third step, so the same rollouts
     third = next(row for row in rows(finished) if row["step"] == 3)
     assert rows(out)[1]["train/reward"] == third["train/reward"]
+
+
+def test_a_fork_keeps_the_start_that_its_learner_writes_in_the_background(
+    finished, tmp_path, monkeypatch
+):
+    """A learner on ranks does; here everything is written as late as it may be."""
+    pending, save, out = [], LocalLearner.save, tmp_path / "fork"
+
+    def save_later(*arguments):
+        pending.append(partial(save, *arguments))
+
+    def finish_saving(_):
+        while pending:
+            pending.pop()()
+
+    monkeypatch.setattr(LocalLearner, "save", save_later)
+    monkeypatch.setattr(LocalLearner, "finish_saving", finish_saving)
+    settings = ["steps=3", "log.report=false", "log.tensorboard=false", "eval.every=0"]
+    assert main(["train", "--from", f"{finished}/2", f"out={out}", *settings]) == 0
+    for step in (2, 3):
+        assert "tokenizer.json" in verify(checkpoint_folder(out, step))["files"]
 
 
 def test_eval_of_a_run_repeats_its_last_evaluation(finished, capsys):

@@ -5,6 +5,7 @@ import tomllib
 from itertools import product
 
 from onepolicy.cli import EXIT_CODES, build_parser, main, parse_arguments
+from onepolicy.cli.train import _forked_config
 from onepolicy.config import RunConfig, ServiceUnavailable, load, read_recipe, resolve
 from onepolicy.config.as_toml import as_toml
 from onepolicy.config.load import resolve_as
@@ -28,6 +29,32 @@ def parsers(top):
     """Return every command's parser, those of groups too."""
     for each in top.subcommands().values():
         yield from parsers(each) if each.subcommands() else [each]
+
+
+ON_POLICY = ["numerics=on-policy", "model.dtype=bfloat16"]
+FORKS = [  # the parent's settings, the fork's, and its dtype and lm_head of model and engine
+    (ON_POLICY, ["model.dtype=float32"], "float32 same float32 same"),
+    (ON_POLICY, ["model.lm_head=float32"], "bfloat16 float32 bfloat16 float32"),
+    ([*ON_POLICY, "model.lm_head=float32"], ["model.lm_head=same"], "bfloat16 same bfloat16 same"),
+    (["numerics=on-policy"], ["numerics=fast"], "float32 same bfloat16 same"),
+    (["replay.mode=off"], ["numerics=on-policy"], "float32 same float32 same"),
+    (["rollout.engine.dtype=float32"], ["optim.lr=1e-5"], "float32 same float32 same"),
+    (["rollout.engine.lm_head=float32"], ["seed=1"], "float32 same bfloat16 float32"),
+]
+
+
+def test_a_forks_engine_follows_its_model_where_the_parents_did(subtests):
+    tree = {"out": "x", "steps": 3, "model": {"path": "m"}, "task": {"kind": "chain"}}
+    for settings, changed, expected in FORKS:
+        stored = RunConfig.model_validate_json(resolve(tree, settings).model_dump_json())
+        with subtests.test(settings=settings, changed=changed):
+            fork = _forked_config(stored, changed)
+            model, engine = fork.model, fork.rollout.engine
+            found = (model.dtype, model.lm_head, engine.dtype, engine.lm_head)
+            assert " ".join(found) == expected
+            assert fork.replay == stored.replay
+    on_server = resolve(tree, ["rollout.engine.kind=vllm-server"])
+    assert _forked_config(on_server, []) == on_server
 
 
 TAKE_SETTINGS = ["train", "eval", "measure", "plan", "config", "engine check"]

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onepolicy.config import UsageError
+from onepolicy.config import UsageError, resolve
 from onepolicy.run.log import METRICS, RunLog, is_known, read_metrics, truncate_after
 from onepolicy.run.log_digest import digest_log, find_damage
+from onepolicy.run.run_folder import write_config
 
 
 def lines(path):
@@ -114,6 +115,27 @@ def test_truncate_is_atomic(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         truncate_after(tmp_path, 1)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_a_resume_rewrites_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Settings that did not change are not written again."""
+    with RunLog(tmp_path) as log:
+        log.write(1, {"train/reward": 0.5})
+    config = resolve({"out": "x", "steps": 3, "model": {"path": "m"}, "task": {"kind": "chain"}})
+    synced, replaced, replace = set(), [], os.replace
+
+    def renamed(source, target):
+        replaced.append((target.name, os.stat(source).st_ino in synced))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
+    monkeypatch.setattr(os, "replace", renamed)
+    truncate_after(tmp_path, 0)
+    write_config(tmp_path, config)
+    write_config(tmp_path, config)
+    write_config(tmp_path, config.model_copy(update={"steps": 4}))
+    names = ("metrics.jsonl", "samples.jsonl", "config.json", "config.json")
+    assert replaced == [(name, True) for name in names]
 
 
 def flipped(data):

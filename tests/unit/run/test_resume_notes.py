@@ -1,11 +1,13 @@
 """A resume says where it goes on, and from what it began."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from onepolicy.run.resume import _note_resume
-from onepolicy.run.run_folder import RunOrigin
+from onepolicy.config import resolve
+from onepolicy.run.resume import _note_changed_problems, _note_resume
+from onepolicy.run.run_folder import FROM_SCRATCH, RunOrigin, create_run_folder, read_about
 
 PARENT = {"run": "runs/other", "step": 4}
 
@@ -19,3 +21,44 @@ def test_a_run_without_a_checkpoint_starts_again(origin, start, tmp_path):
     notes = []
     _note_resume(tmp_path, origin, "{}", SimpleNamespace(note=notes.append))
     assert notes == [f"resuming {tmp_path}: it has no checkpoint, so it starts again at {start}"]
+
+
+def jsonl(folder):
+    return {"kind": "jsonl", "path": str(folder / "a.jsonl"), "held_out": 1}
+
+
+def react(folder):
+    return {"kind": "react", "problems": jsonl(folder), "tools": [{"kind": "calculator"}]}
+
+
+def with_held_out(folder):
+    paths = {"path": str(folder / "a.jsonl"), "held_out_path": str(folder / "held_out_a.jsonl")}
+    return {"kind": "jsonl"} | paths
+
+
+@pytest.mark.parametrize(
+    ("task", "files"),
+    [(jsonl, ["a.jsonl"]), (react, ["a.jsonl"]), (with_held_out, ["a.jsonl", "held_out_a.jsonl"])],
+)
+def test_a_file_of_problems_that_was_changed_is_named(task, files, tmp_path):
+    """A line more moves a held-out line, which is then trained on."""
+    for name in files:
+        (tmp_path / name).write_text("abc")
+    run, paths = tmp_path / "run", [str(tmp_path / name) for name in files]
+    tree = {"out": str(run), "steps": 3, "model": {"path": "tiny"}, "task": task(tmp_path)}
+    config = resolve(tree)
+    create_run_folder(run, config, FROM_SCRATCH, "{}")
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, B.1
+    assert read_about(run)["problems"] == {p: {"bytes": 3, "sha256": abc} for p in paths}
+    notes = []
+    progress = SimpleNamespace(note=notes.append)
+    _note_changed_problems(run, config, progress)
+    assert notes == []
+    for path in paths:
+        Path(path).write_text("abcd")
+    _note_changed_problems(run, config, progress)
+    assert [note.split(" is not as")[0] for note in notes] == [f"WARNING: {p}" for p in paths]
+    assert all("held out may be trained on now" in note for note in notes)
+    (run / "run.json").write_text('{"parent": null}')  # of a run from before there were digests
+    _note_changed_problems(run, config, progress)
+    assert len(notes) == len(paths)

@@ -3,13 +3,14 @@
 import importlib.util
 import json
 import math
+import resource
 import struct
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from onepolicy.config import UsageError, resolve
+from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.run import trackers
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
 from onepolicy.run.trackers import TensorBoard, check_log, trackers_of
@@ -60,6 +61,39 @@ def test_tensorboard_drops_recomputed_steps(tmp_path):
     with RunLog(tmp_path, [TensorBoard]) as log:
         log.write(2, {"train/reward": 0.2})
     assert scalars(tmp_path, "train/reward") == [(1, 0.1), (2, 0.2)]
+
+
+IN_ITS_THREAD = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+"""TensorBoard's own thread fails too."""
+
+
+def end_on_a_full_disk(folder, error=None):
+    """Open a log with TensorBoard, write a row, and close it, or raise, where no file may grow."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with RunLog(folder, [TensorBoard]) as log:
+            log.write(1, {"train/reward": 0.1})
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+            if error is not None:
+                raise error
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@IN_ITS_THREAD
+@pytest.mark.parametrize("error", [TrainingError("the step failed"), KeyboardInterrupt("Ctrl-C")])
+def test_the_runs_own_error_comes_before_a_full_disk_of_tensorboard(tmp_path, error):
+    with pytest.raises(type(error)) as said:
+        end_on_a_full_disk(tmp_path, error)
+    assert said.value is error
+
+
+@IN_ITS_THREAD
+def test_a_full_disk_as_tensorboard_is_closed_names_the_run(tmp_path):
+    words = rf"{tmp_path}: cannot be written to: File too large.*Make room.*--resume {tmp_path}"
+    with pytest.raises(TrainingError, match=words):
+        end_on_a_full_disk(tmp_path)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
 
 MISSING = [

@@ -68,6 +68,19 @@ def test_resume_on_other_numbers_of_ranks_and_under_torchrun(recipe, tmp_path):
             assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
 
+def test_a_fork_on_ranks_saves_its_start_and_its_first_checkpoint(recipe, tmp_path):
+    """It writes its start in the background, beside the cleaning of its folder."""
+    parent, out = tmp_path / "parent", tmp_path / "fork"
+    settings = ["checkpoint.every=1", "eval.every=0", "train.device=cpu"]
+    assert main(["train", str(recipe), f"out={parent}", *settings, "steps=1"]) == 0
+    fork = ["train", "--from", f"{parent}/1", f"out={out}", "train.ranks=2", "steps=2"]
+    assert main(fork) == 0
+    names = [path.name for path in checkpoint.complete_checkpoints(out)]
+    assert names == ["step_00001", "step_00002"]
+    for folder in checkpoint.complete_checkpoints(out):
+        assert "tokenizer.json" in checkpoint.verify(folder)["files"]
+
+
 @pytest.mark.parametrize("count", [3, 4])
 def test_more_ranks_equal_one(count, tmp_path):
     for family in MOE:

@@ -4,6 +4,7 @@ settings."""
 import dataclasses
 import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -191,15 +192,29 @@ BASE = {"out": "x", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"
 def test_torchrun_sets_the_number_of_ranks(monkeypatch):
     plain, set_to_three = resolve(BASE), resolve(BASE, ["train.ranks=3"])
     assert apply_torchrun_ranks(plain).train.ranks == 0
-    assert apply_torchrun_ranks(set_to_three, 1, resuming=True).train.ranks == 1
+    assert apply_torchrun_ranks(set_to_three, 1, resumed=Path()).train.ranks == 1
     patient = resolve(BASE, ["train.ranks=3", "train.rank_timeout=9"])
-    assert apply_torchrun_ranks(patient, 0, resuming=True).train.ranks == 0
+    assert apply_torchrun_ranks(patient, 0, resumed=Path()).train.ranks == 0
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert apply_torchrun_ranks(plain).train.ranks == 2
-    assert apply_torchrun_ranks(set_to_three, resuming=True).train.ranks == 2
+    assert apply_torchrun_ranks(set_to_three, resumed=Path()).train.ranks == 2
     with pytest.raises(UsageError, match="torchrun started 2 processes"):
         apply_torchrun_ranks(set_to_three)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "words"),
+    [
+        (["train.ranks=8", "train.fsdp_param_dtype=bfloat16"], 0, "fsdp_param_dtype.*ranks = 8"),
+        (["model.dtype=bfloat16"], 8, "model.dtype.*ranks = 0"),
+    ],
+)
+def test_a_resume_on_ranks_that_its_settings_forbid_offers_a_fork(settings, ranks, words):
+    """These are the precisions that a run on GPUs has by default."""
+    fork = f"{words}, or fork.*--from runs/a out=... train.ranks={ranks} "
+    with pytest.raises(UsageError, match=f"(?s){fork}"):
+        apply_torchrun_ranks(resolve(BASE, settings), ranks, resumed=Path("runs/a"))
 
 
 @pytest.fixture
