@@ -60,6 +60,10 @@ class EngineLost(TrainingError):
     """The server gives no usable reply, or it no longer has this run's weights."""
 
 
+class OtherWeights(EngineLost):
+    """The server answers, but has other weights than this run loaded last."""
+
+
 class EngineUnreachable(ServiceUnavailable):
     """No server gave a usable reply while the run started."""
 
