@@ -146,6 +146,30 @@ def test_a_server_lost_in_an_update_keeps_no_other_from_its_weights(fakes, check
     assert fleet.take_metrics()["rollout/servers"] == 1
 
 
+@pytest.mark.parametrize("path", ["/collective_rpc", "/reset_prefix_cache", "/resume"])
+def test_requests_of_a_server_lost_in_the_middle_of_an_update_are_repeated(
+    fakes, checkpoints, path
+):
+    fleet, (first, second) = fleet_of(fakes, checkpoints), fakes
+    first.hold = second.hold = 2
+    first.sampled = second.sampled = 0
+
+    async def lose_one():
+        work = asyncio.ensure_future(sample(fleet))
+        await first.sampling(2)
+        await second.sampling(2)
+        second.spoil[path] = lambda reply, number: Reply(hang_up=True)
+        await fleet.load_weights(iter(checkpoints[1][1].state_dict().items()), 1)
+        return await work
+
+    done = asyncio.run(lose_one())
+    assert [len(each.token_ids) for each in done] == [SAMPLING.max_tokens] * len(PROMPTS)
+    assert {int(each.version[-1]) for each in done} == {1}
+    metrics = fleet.take_metrics()
+    assert metrics["rollout/servers"] == 1
+    assert metrics["rollout/requests_repeated"] > 0
+
+
 def test_other_weights_in_one_server_are_noticed(fakes, checkpoints):
     fleet = fleet_of(fakes, checkpoints)
     fakes[1].weights = "of somebody else"
