@@ -308,7 +308,7 @@ class RemoteEngine:
         await self.dialect.confirm_weights()
 
     async def answers(self) -> bool:
-        """Return whether the server answers now. Does not retry."""
+        """Return whether the server answers within seconds. Does not retry."""
         return await self.dialect.once.answers()
 
     def take_metrics(self) -> dict[str, float]:

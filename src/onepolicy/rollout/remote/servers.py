@@ -213,11 +213,14 @@ class ServerFleet(Fleet[RemoteEngine]):
     async def _admit(self, member: Member[RemoteEngine]) -> None:
         """Connect and check a server as at the start of a run, if it answers."""
         engine = member.engine
-        if not await engine.answers():
+        was_silent, member.is_silent = member.is_silent, not await engine.answers()
+        if member.is_silent:
+            if not was_silent:
+                LOG.warning("%s does not answer; it is asked again later", member.name)
             return
         try:
             await engine.come_back()
-        except UsageError as error:
+        except (UsageError, EngineLost) as error:
             LOG.warning("%s answers again, but is not used: %s", member.name, error)
             return
         member.is_lost, member.is_new, member.last_used = False, True, time.monotonic()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import os
+import threading
 
 import pytest
 
@@ -23,6 +24,7 @@ from support.fake_vllm import (
     model_shape,
 )
 from support.http_server import Reply
+from support.waiting import LIMIT_S
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=6)
 PROMPTS = [[i, i + 1, 3] for i in range(3, 13)]
@@ -168,6 +170,31 @@ def test_requests_of_a_server_lost_in_the_middle_of_an_update_are_repeated(
     metrics = fleet.take_metrics()
     assert metrics["rollout/servers"] == 1
     assert metrics["rollout/requests_repeated"] > 0
+
+
+def test_a_lost_server_that_hangs_holds_up_neither_updates_nor_recovery(fakes, checkpoints, caplog):
+    fleet, (_, second) = fleet_of(fakes, checkpoints), fakes
+    released = threading.Event()
+
+    def hangs(request):
+        released.wait(LIMIT_S)
+        return Reply(hang_up=True)
+
+    second.server.handlers |= {"GET /health": hangs, "GET /weight_info": hangs}
+    (member,) = [each for each in fleet._all if each.name == second.server.url]
+    fleet._lose(member, EngineLost("gone"))
+    member.engine.dialect.once._timeout_s = 0.05  # it never answers
+    try:
+        load(fleet, checkpoints[1], 1)
+        asyncio.run(fleet.come_back())
+        load(fleet, checkpoints[1], 2)
+        assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[1], 2)
+    finally:
+        released.set()
+    assert fleet.take_metrics()["rollout/servers"] == 1
+    assert (
+        caplog.messages.count(f"{second.server.url} does not answer; it is asked again later") == 1
+    )
 
 
 def test_other_weights_in_one_server_are_noticed(fakes, checkpoints):
