@@ -75,6 +75,8 @@ class FakeSGLang(Updates, Adapters):
         handlers["GET /v1/models"] = self.models
         given = SERVER_INFO | {"model_path": self.folder}
         handlers["GET /server_info"] = lambda _: given | self.info
+        # it samples a token
+        handlers["GET /health"] = lambda _: Reply({}, 200 if self.mode is None else 503)
         config = json.loads((Path(self.folder) / "config.json").read_text())
         self.vocab = config["vocab_size"]
         model = {name: config[name] for name in ("model_type", "architectures")}

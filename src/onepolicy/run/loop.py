@@ -190,7 +190,7 @@ class TrainingLoop:
         metrics = await self.runner.with_recovery(evaluation, cancel_pending)
         if prefetcher is None or prefetcher.idle or components.evaluator is not None:
             # Otherwise rollouts would reuse cached prefixes that a resumed run does not have.
-            await self.runner.with_recovery(engine.reset_cache)
+            await self.runner.with_recovery(engine.reset_cache, cancel_pending)
         return metrics
 
     # --- files ------------------------------------------------------------------------------------

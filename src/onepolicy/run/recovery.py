@@ -137,12 +137,8 @@ async def wait_for_server(config: RunConfig, note: Callable[[str], None]) -> Non
 
 
 async def _ask_any(servers: Sequence[ServerEngineConfig]) -> None:
-    """Return if one of the servers answers. Raises EngineUnreachable if none does."""
-    for number, server in enumerate(servers, 1):
-        _, client = make_clients(server, server="the server")
-        try:
-            with client.startup_errors():
-                return await client.get("/health")
-        except EngineUnreachable:
-            if number == len(servers):
-                raise
+    """Ask all servers at once. Raises EngineUnreachable if none answers."""
+    clients = [make_clients(server, server="the server")[1] for server in servers]
+    if not any(await asyncio.gather(*(client.answers() for client in clients))):
+        urls = ", ".join(client.url for client in clients)
+        raise EngineUnreachable(f"rollout.engine.url: no answer from {urls}")

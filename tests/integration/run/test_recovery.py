@@ -2,6 +2,7 @@
 the weights again."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -265,7 +266,7 @@ def test_a_resume_waits_for_a_lost_server(tmp_path, monkeypatch):
         raise TrainingError(f"built after {len(asked)}")
 
     monkeypatch.setattr(resume, "build_components", built)
-    with Server({"GET /health": health}) as server:
+    with Server({"GET /weight_info": health}) as server:
         config = run_of(server.url)
         run_folder.create_run_folder(tmp_path / "run", config, run_folder.FROM_SCRATCH, "{}")
         progress = SimpleNamespace(note=notes.append)
@@ -310,10 +311,31 @@ def test_a_resume_may_say_where_the_server_is_now(tmp_path, monkeypatch, capsys)
 
 def test_a_resume_whose_server_stays_away_reports_it(monkeypatch, clock):
     monkeypatch.setattr(recovery, "POLL_S", 0.01)
-    with Server({"GET /health": lambda request: Reply(hang_up=True)}) as server:
+    with Server({"GET /weight_info": lambda request: Reply(hang_up=True)}) as server:
         config = run_of(server.url, recovery_timeout_s=10, retries=0)
         asyncio.run(wait_for_server(config, lambda text: None))
         assert len(server.asked) == 10
+
+
+def test_a_resume_asks_all_servers_at_once():
+    """The first answers nothing until the second was asked."""
+    asked, seen = threading.Event(), []
+
+    def hangs(request):
+        seen.append(asked.wait(LIMIT_S))
+        return {}
+
+    def answers(request):
+        asked.set()
+        return {}
+
+    with (
+        Server({"GET /weight_info": hangs}) as first,
+        Server({"GET /weight_info": answers}) as second,
+    ):
+        config = run_of((first.url, second.url))
+        asyncio.run(wait_for_server(config, pytest.fail))
+    assert seen == [True]
 
 
 def test_a_server_that_refuses_the_question_is_there():

@@ -42,6 +42,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TOKEN_ENV = "rollout.engine.token_env"
 FIRST_WAIT, LONGEST_WAIT = 0.25, 8.0  # s; the wait before a retry doubles from first to longest
+ANSWER_S = 5.0  # most that a server takes to answer if it is there
+ANSWER_PATHS = {"vllm-server": "/weight_info", "sglang": "/server_info"}
+"""Path that asks whether a server is there, by rollout.engine.kind. The process with the engine
+answers it, also while it is paused.
+
+vLLM answers `/health` while its engine hangs. SGLang samples a token for it, which a pause holds
+up.
+"""
 MAX_HEALTH_BYTES = 4096  # of an answer to /health, which is empty or a word
 SHOWN_CHARS = 300  # characters of a body in an error
 HIDDEN_TOKEN = "(the token)"
@@ -58,6 +66,10 @@ behind a healthy `/health` is held for it: 1.8 hours for an answer of 32k tokens
 
 class EngineLost(TrainingError):
     """The server gives no usable reply, or it no longer has this run's weights."""
+
+
+class OtherWeights(EngineLost):
+    """The server answers, but has other weights than this run loaded last."""
 
 
 class EngineUnreachable(ServiceUnavailable):
@@ -144,12 +156,13 @@ class EngineClient:
         timeout_s: float = 600.0,
         retries: int = 5,
         server: str,
+        answer_path: str = "/health",
     ) -> None:
         """Check the arguments. Connect at the first request.
 
         token_env: environment variable with the bearer token. None: the token file of a server on
         this machine (rollout/remote/token.py). timeout_s: of one attempt, or of a server's
-        silence while it samples. server: its name in errors.
+        silence while it samples. server: its name in errors. answer_path: of `ANSWER_PATHS`.
 
         Raises UsageError for a malformed URL, for a variable without a valid token, or without
         httpx2.
@@ -159,7 +172,7 @@ class EngineClient:
             raise UsageError(
                 "rollout.engine: an engine over HTTP needs httpx2; pip install 'onepolicy[server]'"
             )
-        self.url, self.server = url.rstrip("/"), server
+        self.url, self.server, self._answer_path = url.rstrip("/"), server, answer_path
         self._counts: Counter[str] = Counter()
         self._timeout_s, self._retries = timeout_s, retries
         self._token_env = token_env
@@ -217,10 +230,11 @@ class EngineClient:
         return await self._request(call, parse, confirm)
 
     async def answers(self) -> bool:
-        """Return whether the server answers."""
+        """Return whether the server answers within ANSWER_S."""
+        call = _Call("GET", self._answer_path, min(self._timeout_s, ANSWER_S))
         try:
             with self.startup_errors():
-                await self.get("/health")
+                await self._request(call, lambda reply: None)
         except EngineUnreachable:
             return False
         except UsageError:
@@ -453,6 +467,7 @@ def make_clients(config: ServerEngineConfig, *, server: str) -> tuple[EngineClie
         token_env=config.token_env,
         timeout_s=config.timeout_s,
         server=server,
+        answer_path=ANSWER_PATHS[config.kind],
     )
     return client(retries=config.retries), client(retries=0)
 

@@ -17,7 +17,7 @@ from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
 from onepolicy.models.quant.size_report import SizeReport
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.remote.bodies import MAX_REPLY_BYTES
-from onepolicy.rollout.remote.client import EngineLost, RequestGate, make_clients
+from onepolicy.rollout.remote.client import OtherWeights, RequestGate, make_clients
 from onepolicy.rollout.remote.replies import AdapterLimits
 from onepolicy.sync.checksum import ChecksumTable
 from onepolicy.sync.weight_files import WeightFiles
@@ -146,14 +146,14 @@ class Dialect(ABC):
         """Return the name that the server's weights have now."""
 
     async def confirm_weights(self) -> None:
-        """Raise EngineLost if the server has other weights than this run loaded last."""
+        """Raise OtherWeights if the server's are not those that this run loaded last."""
         found = await self.read_weights_id()
         if found != self.weights_id:
             raise self.other_weights(found)
 
-    def other_weights(self, found: str) -> EngineLost:
+    def other_weights(self, found: str) -> OtherWeights:
         """Return the error for a server whose weights have another name."""
-        return EngineLost(
+        return OtherWeights(
             f"rollout.engine.url: {self.where} holds weights {found!r}, not this run's "
             f"{self.weights_id!r}: it was restarted, or another run uses it; continue from the "
             "last checkpoint with `onepolicy train --resume RUN`"
@@ -194,7 +194,7 @@ class Dialect(ABC):
         finish is "aborted" if the reply says so, even after the last token.
 
         Raises MalformedReply for anything but a complete reply to the request, TrainingError for
-        another adapter, and EngineLost for weights that this run did not load.
+        another adapter, and OtherWeights for weights that this run did not load.
         """
 
     # --- updates, between `begin_update` and `resume` ---------------------------------------------

@@ -99,7 +99,7 @@ class RemoteEngine:
             self._adapters = ServerAdapters(self.dialect, lora, model)
         self._names = CheckpointNames(hf_config, trust_remote_code=model.trust_remote_code)
         self._aborts = self._resumed = 0
-        self._lost = ""  # why the last update did not begin, if the server was lost
+        self._lost = ""  # why the last update failed, if the server was lost
         self._gate: RequestGate | None = None
 
     async def start(self, path: str) -> None:
@@ -308,7 +308,7 @@ class RemoteEngine:
         await self.dialect.confirm_weights()
 
     async def answers(self) -> bool:
-        """Return whether the server answers now. Does not retry."""
+        """Return whether the server answers within seconds. Does not retry."""
         return await self.dialect.once.answers()
 
     def take_metrics(self) -> dict[str, float]:
@@ -328,18 +328,16 @@ class RemoteEngine:
         self._aborts += self.dialect.aborts
         self._lost = ""
         try:
-            try:
-                await self.dialect.begin_update(gate)
-            except EngineLost as error:
-                self._lost = str(error)  # for waiting requests: a fleet repeats them elsewhere
-                raise
+            await self.dialect.begin_update(gate)
             yield
             await self.dialect.end_update(version)
             self.version = version
             await self.confirm_weights()
             await self.dialect.resume()
-        except BaseException:
+        except BaseException as error:
             self.version = -1  # waiting requests then see that the engine has no version
+            if isinstance(error, EngineLost):
+                self._lost = str(error)  # a fleet repeats them elsewhere
             raise
         finally:
             gate.is_open.set()

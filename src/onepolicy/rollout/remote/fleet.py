@@ -44,9 +44,13 @@ class Member(Generic[E]):
     name: str
     engine: E
     is_lost: bool = False
+    is_silent: bool = False  # it did not answer when it was asked for last, while lost
     is_new: bool = False  # it waits for its first weights, and gets no requests
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     last_used: float = -1e9  # time.monotonic()
+    served: int = 0  # completions whose weights no reply names
+    confirmed: int = 0  # those of them before a check that found this run's weights
+    check: asyncio.Task[None] | None = None  # the last one before a request
 
 
 class Fleet(Generic[E]):

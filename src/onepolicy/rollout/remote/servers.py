@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from onepolicy.config import ServerEngineConfig, UsageError
 from onepolicy.interfaces import AdapterSource, NamedWeights
 from onepolicy.rollout.remote.addresses import server_urls
-from onepolicy.rollout.remote.client import EngineLost, EngineUnreachable
+from onepolicy.rollout.remote.client import EngineLost, EngineUnreachable, OtherWeights
 from onepolicy.rollout.remote.engine import RemoteEngine, make_client
 from onepolicy.rollout.remote.fleet import Fleet, Member, common_caps
 from onepolicy.rollout.remote.shared_stream import SharedStream
@@ -23,7 +23,7 @@ LOG = logging.getLogger(__name__)
 SLACK = 0.25  # of Placement
 TENSORS_AHEAD = 64  # of the slowest server, that a faster one may be sent
 IDLE_S = 3.0
-"""Seconds without a request after which a server is asked for its weights before the next one. No
+"""Seconds without a completion after which a server is asked for its weights before a request. No
 server restarts faster, and a restart while it has requests is noticed by these."""
 
 
@@ -51,7 +51,8 @@ class ServerFleet(Fleet[RemoteEngine]):
 
     Every weight update looks for lost and new servers: one that answers is checked as at the start
     of a run and takes part in the update, so it has the learner's weights before it has a request.
-    If no server is left, the run waits for one (run/recovery.py).
+    The others repeat the requests of a lost server. If no server is left, or one is found with
+    other weights that may have sampled its completions, the run recovers (run/recovery.py).
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ServerFleet(Fleet[RemoteEngine]):
         """
         super().__init__([Member(url, make(url)) for url in urls()], SLACK)
         self._make, self._urls = make, urls
+        self._doubt = ""  # why the completions since the last recovery may not be used
 
     async def start(self, path: str) -> None:
         """Connect all servers and load the checkpoint at `path` into them.
@@ -81,12 +83,36 @@ class ServerFleet(Fleet[RemoteEngine]):
         sampling: Sampling,
         seed: int,
     ) -> Completion:
-        idle = len(member.running) == 1 and time.monotonic() - member.last_used > IDLE_S
-        if idle:
-            await member.engine.confirm_weights()
+        if time.monotonic() - member.last_used > IDLE_S:
+            if member.check is None or member.check.done():  # all requests await one check
+                member.check = asyncio.create_task(self._confirm(member))
+            await asyncio.shield(member.check)
         completion = await member.engine.generate(prompt_ids, sampling, seed=seed)
         member.last_used = time.monotonic()
+        member.served += not member.engine.dialect.names_weights
         return completion
+
+    async def _confirm(self, member: Member[RemoteEngine]) -> None:
+        """Confirm the weights of a server, and so the completions that it has returned."""
+        served = member.served
+        await member.engine.confirm_weights()
+        member.confirmed = max(member.confirmed, served)
+        member.last_used = time.monotonic()
+
+    def _lose(self, member: Member[RemoteEngine], error: EngineLost) -> None:
+        """Raise EngineLost if other weights may have sampled its completions.
+
+        A server that gives no reply is not suspected: had it restarted before, the check of an idle
+        server would have shown it.
+        """
+        super()._lose(member, error)
+        count = member.served - member.confirmed
+        if count and isinstance(error, OtherWeights):
+            self._doubt = (
+                f"rollout.engine.url: {member.name} may have sampled with other weights, {count} "
+                f"completions: {error}"
+            )
+            raise EngineLost(self._doubt) from error
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -141,9 +167,11 @@ class ServerFleet(Fleet[RemoteEngine]):
         self.version = version
 
     async def confirm_weights(self) -> None:
-        """Raise EngineLost if a server that may have sampled holds other weights."""
+        """Raise EngineLost if a server that may have sampled holds, or has held, other weights."""
+        if self._doubt:
+            raise EngineLost(self._doubt)
         members = self._members
-        await self._on_each(members, lambda _, engine: engine.confirm_weights())
+        await self._on_each(members, lambda number, _: self._confirm(members[number]))
         lost = [member.name for member in members if member.is_lost]
         if lost:
             raise EngineLost(
@@ -158,6 +186,7 @@ class ServerFleet(Fleet[RemoteEngine]):
         They hold the weights they were started with until the next update. Raises EngineUnreachable
         if none answers.
         """
+        self._doubt = ""  # the caller repeats the work
         for member in self._all:
             member.is_lost = True
         await self._readmit()
@@ -184,14 +213,18 @@ class ServerFleet(Fleet[RemoteEngine]):
     async def _admit(self, member: Member[RemoteEngine]) -> None:
         """Connect and check a server as at the start of a run, if it answers."""
         engine = member.engine
-        if not await engine.answers():
+        was_silent, member.is_silent = member.is_silent, not await engine.answers()
+        if member.is_silent:
+            if not was_silent:
+                LOG.warning("%s does not answer; it is asked again later", member.name)
             return
         try:
             await engine.come_back()
-        except UsageError as error:
+        except (UsageError, EngineLost) as error:
             LOG.warning("%s answers again, but is not used: %s", member.name, error)
             return
         member.is_lost, member.is_new, member.last_used = False, True, time.monotonic()
+        member.confirmed = member.served  # or discarded
         LOG.warning("%s is back; it gets the weights before it gets requests", member.name)
 
     def take_metrics(self) -> dict[str, float]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from onepolicy.config import TrainingError, UsageError
+from onepolicy.run.recovery import _ask_any
 from onepolicy.types import Sampling
 from support import fake_sglang
 from support.fake_sglang import VOCAB
@@ -247,6 +248,16 @@ def test_a_failed_update_leaves_no_session_and_no_policy(fake, models):
     assert not fake.session
     with pytest.raises(RuntimeError, match="half-way"):
         play(engine, (PROMPT, Sampling(1.0, 3)))
+
+
+def test_a_server_that_a_failed_update_left_paused_is_there(fake):
+    """Both a fleet and a resumed run ask before they connect to it, which lifts the pause."""
+    engine = open_engine(fake)
+    fake.mode = "abort"
+    assert asyncio.run(engine.answers())
+    asyncio.run(_ask_any([engine.dialect.config]))
+    asyncio.run(engine.connect())
+    assert fake.mode is None
 
 
 def test_weights_that_others_gave_are_noticed(fake, models):

@@ -2,16 +2,29 @@
 
 import asyncio
 import contextlib
+import math
 import os
+import threading
 
 import pytest
 
 from onepolicy.config import UsageError, VLLMServerConfig
+from onepolicy.rollout.remote import servers
 from onepolicy.rollout.remote.addresses import server_urls
 from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.rollout.remote.servers import ServerFleet
 from onepolicy.types import Sampling
-from support.fake_vllm import GENERATE, HF, FakeVLLM, aborted_at_once, engine_of, model_shape
+from support.fake_vllm import (
+    GENERATE,
+    HF,
+    FakeVLLM,
+    aborted_at_once,
+    embedding,
+    engine_of,
+    model_shape,
+)
+from support.http_server import Reply
+from support.waiting import LIMIT_S
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=6)
 PROMPTS = [[i, i + 1, 3] for i in range(3, 13)]
@@ -54,6 +67,17 @@ def assert_sampled_with(completions, checkpoint, version):
         logp = (table[path[:-1]] @ table.T).log_softmax(-1)
         expected = logp[range(len(path) - 1), path[1:]]
         assert (done.logp - expected).abs().max() < 1e-5
+
+
+def restart(fake):
+    """Restart the server as another process on its port, with its initial weights."""
+    fake.weights, fake.table, fake.probe = "default", embedding(fake.model), None
+
+
+def leave_idle(fleet):
+    """Let no server have had a request for a long time."""
+    for member in fleet._all:
+        member.last_used = -1e9
 
 
 @pytest.mark.few(1)
@@ -124,11 +148,120 @@ def test_a_server_lost_in_an_update_keeps_no_other_from_its_weights(fakes, check
     assert fleet.take_metrics()["rollout/servers"] == 1
 
 
+@pytest.mark.parametrize("path", ["/collective_rpc", "/reset_prefix_cache", "/resume"])
+def test_requests_of_a_server_lost_in_the_middle_of_an_update_are_repeated(
+    fakes, checkpoints, path
+):
+    fleet, (first, second) = fleet_of(fakes, checkpoints), fakes
+    first.hold = second.hold = 2
+    first.sampled = second.sampled = 0
+
+    async def lose_one():
+        work = asyncio.ensure_future(sample(fleet))
+        await first.sampling(2)
+        await second.sampling(2)
+        second.spoil[path] = lambda reply, number: Reply(hang_up=True)
+        await fleet.load_weights(iter(checkpoints[1][1].state_dict().items()), 1)
+        return await work
+
+    done = asyncio.run(lose_one())
+    assert [len(each.token_ids) for each in done] == [SAMPLING.max_tokens] * len(PROMPTS)
+    assert {int(each.version[-1]) for each in done} == {1}
+    metrics = fleet.take_metrics()
+    assert metrics["rollout/servers"] == 1
+    assert metrics["rollout/requests_repeated"] > 0
+
+
+def test_a_lost_server_that_hangs_holds_up_neither_updates_nor_recovery(fakes, checkpoints, caplog):
+    fleet, (_, second) = fleet_of(fakes, checkpoints), fakes
+    released = threading.Event()
+
+    def hangs(request):
+        released.wait(LIMIT_S)
+        return Reply(hang_up=True)
+
+    second.server.handlers |= {"GET /health": hangs, "GET /weight_info": hangs}
+    (member,) = [each for each in fleet._all if each.name == second.server.url]
+    fleet._lose(member, EngineLost("gone"))
+    member.engine.dialect.once._timeout_s = 0.05  # it never answers
+    try:
+        load(fleet, checkpoints[1], 1)
+        asyncio.run(fleet.come_back())
+        load(fleet, checkpoints[1], 2)
+        assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[1], 2)
+    finally:
+        released.set()
+    assert fleet.take_metrics()["rollout/servers"] == 1
+    assert (
+        caplog.messages.count(f"{second.server.url} does not answer; it is asked again later") == 1
+    )
+
+
 def test_other_weights_in_one_server_are_noticed(fakes, checkpoints):
     fleet = fleet_of(fakes, checkpoints)
     fakes[1].weights = "of somebody else"
     with pytest.raises(EngineLost, match="may have sampled with other weights"):
         asyncio.run(fleet.confirm_weights())
+
+
+def test_a_batch_finds_the_restart_of_an_idle_server(fakes, checkpoints):
+    """All its requests start together, and await one question."""
+    fleet, (_, second) = fleet_of(fakes, checkpoints), fakes
+    load(fleet, checkpoints[1])
+    assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[1], 1)
+    asyncio.run(fleet.confirm_weights())
+    restart(second)
+    leave_idle(fleet)
+    before, asked = second.sampled, second.server.count("/weight_info")
+    assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[1], 1)
+    assert (second.sampled, second.server.count("/weight_info")) == (before, asked + 1)
+    metrics = fleet.take_metrics()
+    assert metrics["rollout/servers"] == 1
+    assert metrics["rollout/requests_repeated"] > 1
+    asyncio.run(fleet.confirm_weights())  # nothing of it was used
+
+
+@pytest.mark.parametrize("found_by", ["push", "request", "retry"])
+def test_completions_of_a_server_found_with_other_weights_are_not_used(
+    fakes, checkpoints, found_by, monkeypatch
+):
+    fleet, (_, second) = fleet_of(fakes, checkpoints), fakes
+    load(fleet, checkpoints[1])
+    monkeypatch.setattr(servers, "IDLE_S", math.inf)
+    restart(second)  # and nobody asks
+    before = second.sampled
+    assert {int(v) for done in asyncio.run(sample(fleet)) for v in done.version} == {1}
+    assert second.sampled > before
+    find = lambda: asyncio.run(sample(fleet))  # noqa: E731
+    if found_by == "push":
+        find = lambda: load(fleet, checkpoints[0], 2)  # noqa: E731
+    elif found_by == "request":
+        monkeypatch.setattr(servers, "IDLE_S", 3.0)
+        leave_idle(fleet)
+    else:
+        hung_up = [Reply(hang_up=True)]
+        second.spoil[GENERATE] = lambda reply, _: hung_up.pop() if hung_up else reply
+    with pytest.raises(EngineLost, match=r"may have sampled with other weights, \d+ completions"):
+        find()
+    with pytest.raises(EngineLost, match="may have sampled with other weights"):
+        asyncio.run(fleet.confirm_weights())  # of other steps in play
+
+    asyncio.run(fleet.come_back())
+    load(fleet, checkpoints[0], 2)
+    assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[0], 2)
+    asyncio.run(fleet.confirm_weights())
+    assert fleet.take_metrics()["rollout/servers"] == 2
+
+
+def test_a_restart_after_the_completions_were_confirmed_loses_the_server_alone(fakes, checkpoints):
+    fleet = fleet_of(fakes, checkpoints)
+    load(fleet, checkpoints[1])
+    asyncio.run(sample(fleet))
+    asyncio.run(fleet.confirm_weights())
+    restart(fakes[1])
+    load(fleet, checkpoints[0], 2)
+    assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[0], 2)
+    assert fleet.take_metrics()["rollout/servers"] == 1
 
 
 def test_without_a_server_the_engine_is_lost(fakes, checkpoints):

@@ -328,6 +328,15 @@ def test_a_hung_health_check_is_no_sign_of_life(monkeypatch):
         sample(server, timeout_s=0.2)
 
 
+def test_a_server_that_is_silent_for_seconds_is_not_there(monkeypatch):
+    monkeypatch.setattr(http, "ANSWER_S", 0.05)
+    hangs = Held()
+    with Server({"GET /there": hangs}) as server, hangs:
+        client = client_of(server, retries=0, answer_path="/there")
+        assert not asyncio.run(client.answers())
+        assert not hangs.ended.is_set()
+
+
 def test_a_health_check_is_read_with_a_bound(monkeypatch):
     """16 MiB that come as 16 KiB are no sign of life, and are not kept."""
     taken = []
