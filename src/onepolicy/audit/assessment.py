@@ -100,9 +100,10 @@ def assess(
         sets = accumulated.supports.fault
     if accumulated.routes is not None:
         by_routes = accumulated.routes.k3
+    found = _diagnose_whole(accumulated, onset, trainer)
     reached = verdict(
         gap,
-        _diagnose_whole(accumulated, onset, trainer),
+        found,
         routers=_replayable_routers(accumulated),
         by_routes=by_routes,
         routes=route_error,
@@ -110,7 +111,7 @@ def assess(
         since=since,
         aged=accumulated.ages.explains_gap,
         declared=_aged(declared, accumulated),
-        unchecked=_unchecked_causes(accumulated, gap),
+        unchecked=_unchecked_causes(accumulated, onset, gap),
         copies=not claims_equality,
     )
     not_checked = [
@@ -152,17 +153,26 @@ def _aged(declared: Declared, accumulated: DumpAccumulator) -> Declared:
     return replace(declared, age=max(accumulated.ages.by_age))
 
 
-def _unchecked_causes(accumulated: DumpAccumulator, gap: Statistics) -> list[str]:
-    """Return the checks that were not possible, of causes that a correction does not repair."""
+def _unchecked_causes(
+    accumulated: DumpAccumulator, onset: int | None, gap: Statistics
+) -> list[str]:
+    """Return the checks that were not possible, of causes that a correction does not repair.
+
+    Where age explains the gap it is only asked that rows were looked at.
+    """
+    rows = len(accumulated.sample.rows(onset))
+    if rows and accumulated.ages.explains_gap:
+        return []
     texts = [
         text for name, text in NEEDED_FOR_CORRECTION.items() if name not in accumulated.columns
     ]
-    if gap.sequences < FEW_ROWS and not quiet(gap):
-        texts.append(
-            f"{counted(gap.sequences, 'row')}, too few to see a part of them that is wrong: dump "
-            f"{FEW_ROWS} or more"
-        )
-    return texts
+    if rows and (rows >= FEW_ROWS or quiet(gap)):
+        return texts
+    found, fix = counted(rows, "row"), f"dump {FEW_ROWS} or more"
+    if rows < gap.sequences:
+        found = f"{rows} of {counted(gap.sequences, 'row')} were drawn"
+        fix = f"audit a dump of the steps from {onset} on alone"
+    return [*texts, f"{found}, too few to see a part of them that is wrong: {fix}"]
 
 
 def _replayable_routers(accumulated: DumpAccumulator) -> float | None:
@@ -192,9 +202,9 @@ def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
         notes.append(f"{grown[0].upper()}{grown[1:]}.")
     if accumulated.ages.has_old_tokens:
         notes.append(accumulated.ages.describe())
-    if accumulated.sample.size < accumulated.entries:
-        rows = len(accumulated.sample.heap)
-        notes.append(f"Bugs were looked for in {counted(rows, 'row')} drawn at random.")
+    assert accumulated.overall is not None
+    if len(accumulated.sample.heap) < accumulated.overall.sequences:
+        notes.append(f"Bugs were looked for in {counted(len(columns), 'row')} drawn at random.")
     if onset is not None:
         notes.append(f"k3 diverges at step {onset}: {ONSET_RULE}.")
     return notes
@@ -252,7 +262,7 @@ def _diagnose_whole(accumulated: DumpAccumulator, onset: int | None, trainer: st
 def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> Diagnosis:
     """Diagnose the sampled rows, from step `onset` on. trainer: column of the trainer's score."""
     rows = accumulated.sample.rows(onset)
-    if not any(row.columns["mask"].any() for row in rows):
+    if not rows:
         return Diagnosis(math.nan, ())
     tensors = {
         name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows]))
