@@ -114,6 +114,10 @@ def assess(
         unchecked=_unchecked_causes(accumulated, onset, gap),
         copies=not claims_equality,
     )
+    ages = [name for name in ("version", "trained_version") if name not in accumulated.columns]
+    if "stale" in reached.causes and ages:
+        or_age = f"Or the run samples while it learns: then add {' and '.join(ages)}."
+        reached = replace(reached, sentence=f"{reached.sentence} {or_age}")
     not_checked = [
         f"{check}: no column {name}"
         for name, check in COLUMN_CHECKS.items()

@@ -2,7 +2,9 @@
 
 import json
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +14,7 @@ from safetensors.torch import save_file
 from onepolicy.audit.run import audit
 from onepolicy.cli import main
 from onepolicy.config import UsageError
-from onepolicy.record.export import slime, write_step
+from onepolicy.record.export import slime, verl, write_step
 from onepolicy.record.schema import parse_columns
 from onepolicy.record.trainers import TRAINERS
 from support.audit_dumps import gaussian_rows, write_jsonl
@@ -190,6 +192,69 @@ def test_miles_training_dump_leaves_copies_out(tmp_path):
         slime.convert(tmp_path, tmp_path / "out")
     with pytest.raises(UsageError, match=r"no sample with log_probs in 0 \*\.pt"):
         slime.convert(tmp_path / "none", tmp_path / "out")
+
+
+def _of_two_ages():
+    """Return 10 samples of weights 5, and 10 of weights 4 that are farther from the trainer."""
+    for age, kl in ((0, 1e-5), (1, 5e-3)):
+        for row in gaussian_rows(kl, rows=10, length=42, seed=age):
+            yield {name: values[2:] for name, values in row.items()}, 5 - age
+
+
+def _is_age(found):
+    assert found.accumulated.columns.count("trained_version") == 1
+    assert found.accumulated.ages.by_age.keys() == {0, 1}
+    assert (found.verdict.action, found.verdict.causes) == ("correct", ("age",))
+
+
+def test_an_asynchronous_run_of_slime_is_no_bug(tmp_path):
+    """Ranks of a rollout have one newest version, though one rank has older samples only."""
+    for rank in range(2):
+        samples = []
+        for i, (row, version) in enumerate(list(_of_two_ages())[10 * rank :][:10]):
+            made = {"tokens": torch.arange(40) + rank, "loss_masks": torch.ones(40)}
+            made |= {"log_probs": row["logp_trainer"], "rollout_log_probs": row["logp_rollout"]}
+            made |= {"entropy": row["entropy"], "weight_versions": [str(version)]}
+            samples.append(made | {"sample_index": 10 * rank + i})
+        torch.save({"rollout_id": 7, "rank": rank, "samples": samples}, tmp_path / f"7_{rank}.pt")
+    assert slime.convert(tmp_path, tmp_path / "out") == 20
+    _is_age(audit(tmp_path / "out", {}))
+
+
+def test_an_asynchronous_run_of_verl_is_no_bug(tmp_path):
+    rows, versions = zip(*_of_two_ages(), strict=True)
+    names = TRAINERS["verl"].names
+    tensors = {theirs: torch.tensor([row[ours] for row in rows]) for ours, theirs in names.items()}
+    tensors["responses"] = torch.arange(40).expand(20, -1)
+    extra = {"min_global_steps": np.array(versions, object)}
+    verl.export(SimpleNamespace(batch=tensors, non_tensor_batch=extra), tmp_path, 6)
+    _is_age(audit(tmp_path, {}))
+    extra["max_global_steps"] = np.array([None, 7, *versions[2:]], object)
+    (row, *_) = verl.batch_rows(SimpleNamespace(batch=tensors, non_tensor_batch=extra), 6)
+    assert (row["version"], row["trained_version"]) == (5, 7)
+    extra["min_global_steps"][3] = None  # of an agent loop that does not say it
+    (row, *_) = verl.batch_rows(SimpleNamespace(batch=tensors, non_tensor_batch=extra), 6)
+    assert not {"version", "trained_version"} & row.keys()
+
+
+@pytest.mark.parametrize("columns", ["version and trained_version", "trained_version"])
+def test_without_ages_stale_may_be_sampling_while_learning(tmp_path, columns):
+    rows = [dict(row, version=version) for row, version in _of_two_ages()]
+    if columns != "trained_version":
+        rows = [{name: value for name, value in row.items() if name != "version"} for row in rows]
+    found = audit(write_jsonl(tmp_path / "d.jsonl", rows), {}).verdict
+    assert found.causes == ("stale",)
+    assert found.sentence.endswith(f"Or the run samples while it learns: then add {columns}.")
+
+
+def test_samples_of_one_index_are_copies_only_if_they_are_equal(tmp_path, capsys):
+    """A history that was made shorter has the index of the long one."""
+    samples = [sample | {"sample_index": i // 2} for i, sample in enumerate(_samples(6))]
+    for rank, kept in ((0, samples), (1, samples[:4])):
+        torch.save({"rollout_id": 0, "rank": rank, "samples": kept}, tmp_path / f"0_{rank}.pt")
+    assert slime.convert(tmp_path, tmp_path / "out") == 6
+    assert capsys.readouterr().out == "4 left out: copies of other ranks' samples\n"
+    assert audit(tmp_path / "out", {}).accumulated.rows == 6
 
 
 ROUTES = torch.stack([torch.arange(60) % 7, torch.arange(60) % 5 + 7], 1).reshape(60, 1, 2)
