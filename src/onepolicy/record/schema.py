@@ -96,7 +96,7 @@ COLUMNS = {
         "int",
         "router",
         "expert ids of the engine, tokens x layers x top-k, flattened or nested; -1: not recorded. "
-        "Entry t is of the forward that feeds `tokens[t]`",
+        "Entry t is of the forward that predicts `tokens[t]`",
     ),
     "routes_trainer": ColumnSpec(
         "int", "router", "the same of the trainer: its own choice, not what it replays"
