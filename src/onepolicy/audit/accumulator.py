@@ -103,7 +103,7 @@ class SampledRow(NamedTuple):
 
     negative_priority: float
     dump_row: int  # index in the dump
-    step: int
+    step: int  # the number of its file in a dump without steps
     columns: dict[str, Array]
 
 
@@ -195,6 +195,7 @@ class DumpAccumulator:
     path: Path
     columns: tuple[str, ...]
     framework: str = ""  # the trainer that the first file names; empty for none
+    named: bool = False  # steps are those in the names of the files
     rows: int = 0
     entries: int = 0  # tokens, prompts included
     overall: Statistics | None = None
@@ -202,7 +203,7 @@ class DumpAccumulator:
     histogram: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
     steps: dict[int, Statistics] = field(default_factory=dict)  # empty without a step column
     rewards: dict[int, Mean] = field(default_factory=dict)  # of rows, by step
-    newest: dict[int, int] = field(default_factory=dict)  # step: newest weight version
+    newest: dict[int, int] = field(default_factory=dict)  # step, or file: newest weight version
     ages: AgeStats = field(default_factory=AgeStats)  # empty if the dump has no ages
     nonfinite: LeftOut = field(default_factory=LeftOut)  # tokens that are left out
     sample: RowSample = field(default_factory=lambda: RowSample(DIAGNOSED, SAMPLE_TOKENS, FEW_ROWS))
@@ -220,14 +221,15 @@ class DumpAccumulator:
         self.rows, self.entries = self.rows + rows, self.entries + len(mask)
         self.nonfinite += block.left_out
         self._add_rewards(steps, columns.get("reward"))
-        self._add_newest_versions(block, steps)
+        alike = columns.get("step", np.full(rows, block.file))  # rows that are compared
+        self._add_newest_versions(block, alike)
         if not mask.any():
             return
         self._add_logps(block, steps)
-        self.sample.add(block, steps)
+        self.sample.add(block, alike)
         if "routes_rollout" in columns:
             self._add_routes(block)
-            self.routes_sample.add(block, steps)
+            self.routes_sample.add(block, alike)
         if "support_ids" in columns:
             self.supports = self.supports or SupportCounts()
             self.supports.add(block)
@@ -351,7 +353,8 @@ def accumulate_dump(
                 "there, or leave such tokens out with --nonfinite skip"
             )
         if accumulator is None:
-            accumulator = DumpAccumulator(path, tuple(block.columns), block.framework)
+            columns = tuple(block.columns)
+            accumulator = DumpAccumulator(path, columns, block.framework, block.named)
         accumulator.add(block)
         progress(block.done)
     assert accumulator is not None, "read_dump refuses an empty dump"

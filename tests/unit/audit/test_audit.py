@@ -226,6 +226,9 @@ def test_a_jump_in_a_dump_of_few_steps() -> None:
     assert divergence_onset(few) == 3
     assert divergence_onset(few, dict.fromkeys(few, 4e-4)) == 3
     assert divergence_onset(few, dict.fromkeys(few, 6e-4)) is None  # 9e-3 - 2 * 6e-4 < 4 * 2e-3
+    for unknown in (3, 4, 5):  # an infinite k3, in any place
+        errors = dict.fromkeys(few, 4e-4) | {unknown: math.nan}
+        assert divergence_onset(few | {unknown: math.inf}, errors) is None
     assert divergence_onset(few | {4: 2e-3}) is None
     assert divergence_onset({0: 1e-3, 3: 9e-3, 4: 9e-3, 5: 9e-3}) is None  # one step before
     assert divergence_onset({0: 1e-3, 1: 1e-3, 4: 9e-3, 5: 9e-3}) is None  # two from it on

@@ -17,7 +17,7 @@ from onepolicy.config import UsageError
 from onepolicy.record.export import slime, verl, write_step
 from onepolicy.record.schema import parse_columns
 from onepolicy.record.trainers import TRAINERS
-from support.audit_dumps import gaussian_rows, write_jsonl
+from support.audit_dumps import gaussian_rows, world_rows, write_jsonl
 
 capability = pytest.mark.capability
 
@@ -93,6 +93,26 @@ def test_nemo_rl_training_data(tmp_path):
     wanted = audit(write_jsonl(tmp_path / "wanted.jsonl", rows), {}).accumulated
     assert found.overall.statistics() == pytest.approx(wanted.overall.statistics())
     assert (found.rewards[0].mean, found.rewards[0].tokens) == (1.0, 12)
+
+
+def test_several_steps_of_nemo_rl(tmp_path):
+    """The step is in the name of the file alone. Steps differ in noise: that is no second kind."""
+    for step, noise in ((1, 0.1), (2, 0.3)):
+        rows = world_rows(step, noise=noise, entropy=True)
+        write_jsonl(tmp_path / f"train_data_step{step}.jsonl", rows)
+    found = audit(tmp_path, {})
+    assert (found.verdict.action, found.verdict.causes) == ("correct", ())
+    assert {step: stats.sequences for step, stats in found.accumulated.steps.items()} == {
+        1: 24,
+        2: 24,
+    }
+    told = "Steps are those in the names of the files: the dump has no column step."
+    assert told in found.notes
+    (tmp_path / "train_data_step2.jsonl").rename(tmp_path / "second.jsonl")
+    found = audit(tmp_path, {})  # rows of a file are compared with each other
+    assert (found.verdict.action, found.verdict.causes) == ("correct", ())
+    assert "onset of divergence: no column step" in found.not_checked
+    assert told not in found.notes
 
 
 def test_sglangs_triples(tmp_path):
@@ -268,7 +288,7 @@ def _run(folder, **tensors):
     for step in (5, 10):
         rollout = -torch.rand(60, generator=torch.Generator().manual_seed(step)) * 3 - 1
         found = {"logp_rollout": rollout, "logp_trainer": rollout - 0.01}
-        found |= {"entropy": torch.ones(60), "version": torch.full((60,), step)}
+        found |= {"entropy": torch.ones(60), "version": torch.full((60,), step - 1)}
         found |= {"tokens": torch.arange(60), "segment": torch.arange(60) // 20}
         found |= {"routes_rollout": ROUTES[:40], "routes_trainer": ROUTES[:40].clone()} | tensors
         save_file(found, probes / f"step_{step:05d}.safetensors")
@@ -292,7 +312,7 @@ def test_late_routes_in_a_run_folder(tmp_path):
 
 
 def test_a_run_that_replays_is_not_advised_to(tmp_path):
-    rollout = -2.5 - torch.rand(60, generator=torch.Generator().manual_seed(0))
+    rollout = -2.5 - torch.rand(60, generator=torch.Generator().manual_seed(1))
     sign = 1 - 2 * (torch.arange(60) % 2)
     scores = {"logp_rollout": rollout, "entropy": torch.full((60,), 3.0)}
     scores["logp_trainer"] = rollout + (0.2 * sign).log1p()  # mean rho is 1
