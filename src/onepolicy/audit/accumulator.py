@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import operator
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +25,15 @@ from onepolicy.record.means import NO_TOKEN, Mean, means_by
 from onepolicy.record.read import BY_SIZE, ReadLimits, read_dump
 from onepolicy.record.schema import Array, Scored
 from onepolicy.record.statistics import RowSums, Statistics, k3_terms, row_starts
-from onepolicy.verdict.rules import RECENT, ByRoutes
+from onepolicy.verdict.rules import FEW_ROWS, RECENT, ByRoutes
 from onepolicy.verdict.scored_tokens import EXPLAINED, FEWEST
 
 SIDES = ("trainer", "rollout")
 MAX_AGE = 64  # older tokens count as this old
 SAMPLE_TOKENS = 2**18
-"""Tokens in the sample of rows for the diagnosis."""
+"""Tokens in the sample of rows for the diagnosis, prompts not counted."""
+KEPT_BEFORE = 2
+"""Tokens of a prompt or tool output that the sample keeps: a shift by two does not cross them."""
 SAMPLE_ROUTES = 2**22
 """Expert ids of one side in the sample of rows with routes."""
 MAX_STEPS = 100_000
@@ -100,7 +103,7 @@ class SampledRow(NamedTuple):
 
     negative_priority: float
     dump_row: int  # index in the dump
-    step: int
+    step: int  # the number of its file in a dump without steps
     columns: dict[str, Array]
 
 
@@ -108,11 +111,12 @@ class SampledRow(NamedTuple):
 class RowSample:
     """A uniform sample of whole rows.
 
-    It has at most `max_entries` entries of its first column, but at least one row.
+    It has at most `max_entries` entries of its first column, but at least `fewest` rows.
     """
 
     names: tuple[str, ...]
     max_entries: int
+    fewest: int = 1
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     heap: list[SampledRow] = field(default_factory=list)
     size: int = 0  # entries of the first column
@@ -123,7 +127,7 @@ class RowSample:
         priorities = self.rng.random(len(block.lengths))
         ends = block.lengths.cumsum()
         for row in np.flatnonzero(priorities < self.limit):
-            if priorities[row] >= self.limit or not block.lengths[row]:
+            if priorities[row] >= self.limit:
                 continue
             span = slice(int(ends[row] - block.lengths[row]), int(ends[row]))
             columns = {
@@ -131,13 +135,17 @@ class RowSample:
                 for name in self.names
                 if name in block.columns
             }
+            if "mask" in columns:
+                columns = _without_prompts(columns)
+            if not columns[self.names[0]].size:
+                continue
             dump_row, priority = block.first_row + int(row), float(priorities[row])
             heapq.heappush(self.heap, SampledRow(-priority, dump_row, int(steps[row]), columns))
             self.size += columns[self.names[0]].size
             self._evict()
 
     def _evict(self) -> None:
-        while self.size > self.max_entries and len(self.heap) > 1:
+        while self.size > self.max_entries and len(self.heap) > self.fewest:
             evicted = heapq.heappop(self.heap)
             self.limit = -evicted.negative_priority
             self.size -= evicted.columns[self.names[0]].size
@@ -146,6 +154,21 @@ class RowSample:
         """Return the rows from `first_step` on (None: all), in the order of the dump."""
         rows = [row for row in self.heap if first_step is None or row.step >= first_step]
         return sorted(rows, key=lambda row: row.dump_row)
+
+
+def _without_prompts(columns: dict[str, Array]) -> dict[str, Array]:
+    """Return the entries of a row inside the mask, and KEPT_BEFORE before each run of them.
+
+    Where entries are left out, the next token becomes a number of all tokens up to it: answers to
+    other prompts stay other contexts.
+    """
+    mask, tokens = columns["mask"], columns["tokens"].copy()
+    kept = mask.copy()
+    for by in range(1, KEPT_BEFORE + 1):
+        kept[:-by] |= mask[by:]
+    for at in np.flatnonzero(kept[1:] & ~kept[:-1]) + 1:
+        tokens[at] = zlib.crc32(columns["tokens"][: at + 1].tobytes())
+    return {name: values[kept] for name, values in (columns | {"tokens": tokens}).items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -172,6 +195,7 @@ class DumpAccumulator:
     path: Path
     columns: tuple[str, ...]
     framework: str = ""  # the trainer that the first file names; empty for none
+    named: bool = False  # steps are those in the names of the files
     rows: int = 0
     entries: int = 0  # tokens, prompts included
     overall: Statistics | None = None
@@ -179,10 +203,10 @@ class DumpAccumulator:
     histogram: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
     steps: dict[int, Statistics] = field(default_factory=dict)  # empty without a step column
     rewards: dict[int, Mean] = field(default_factory=dict)  # of rows, by step
-    newest: dict[int, int] = field(default_factory=dict)  # step: newest weight version
+    newest: dict[int, int] = field(default_factory=dict)  # step, or file: newest weight version
     ages: AgeStats = field(default_factory=AgeStats)  # empty if the dump has no ages
     nonfinite: LeftOut = field(default_factory=LeftOut)  # tokens that are left out
-    sample: RowSample = field(default_factory=lambda: RowSample(DIAGNOSED, SAMPLE_TOKENS))
+    sample: RowSample = field(default_factory=lambda: RowSample(DIAGNOSED, SAMPLE_TOKENS, FEW_ROWS))
     routes_sample: RowSample = field(
         default_factory=lambda: RowSample(("routes_rollout", "routes_trainer"), SAMPLE_ROUTES)
     )
@@ -197,14 +221,15 @@ class DumpAccumulator:
         self.rows, self.entries = self.rows + rows, self.entries + len(mask)
         self.nonfinite += block.left_out
         self._add_rewards(steps, columns.get("reward"))
-        self._add_newest_versions(block, steps)
+        alike = columns.get("step", np.full(rows, block.file))  # rows that are compared
+        self._add_newest_versions(block, alike)
         if not mask.any():
             return
         self._add_logps(block, steps)
-        self.sample.add(block, steps)
+        self.sample.add(block, alike)
         if "routes_rollout" in columns:
             self._add_routes(block)
-            self.routes_sample.add(block, steps)
+            self.routes_sample.add(block, alike)
         if "support_ids" in columns:
             self.supports = self.supports or SupportCounts()
             self.supports.add(block)
@@ -328,7 +353,8 @@ def accumulate_dump(
                 "there, or leave such tokens out with --nonfinite skip"
             )
         if accumulator is None:
-            accumulator = DumpAccumulator(path, tuple(block.columns), block.framework)
+            columns = tuple(block.columns)
+            accumulator = DumpAccumulator(path, columns, block.framework, block.named)
         accumulator.add(block)
         progress(block.done)
     assert accumulator is not None, "read_dump refuses an empty dump"

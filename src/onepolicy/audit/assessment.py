@@ -48,6 +48,7 @@ COLUMN_CHECKS = {  # column -> the check that needs it
 NEEDED_FOR_CORRECTION = {  # column -> why no correction may be recommended without it
     "entropy": f"Add the column entropy {WITHOUT_ENTROPY} (one line: docs/audit.md)",
 }
+TOO_OLD = f"Fewer than {FEWEST} tokens of the weights that trained, too few to see a temperature"
 PROCESSED_IN_VLLM = "logprobs_mode=processed_logprobs makes it return processed log-probabilities"
 GROWS, LEAST_GAP = 5.0, 1e-4
 """Factor between the first and the last eighth of the rows from which growth is said, and the mean
@@ -100,9 +101,11 @@ def assess(
         sets = accumulated.supports.fault
     if accumulated.routes is not None:
         by_routes = accumulated.routes.k3
+    found = _diagnose_whole(accumulated, onset, trainer)
+    too_old = "entropy" in accumulated.columns and "entropy" in found.not_given
     reached = verdict(
         gap,
-        _diagnose_whole(accumulated, onset, trainer),
+        found,
         routers=_replayable_routers(accumulated),
         by_routes=by_routes,
         routes=route_error,
@@ -110,9 +113,13 @@ def assess(
         since=since,
         aged=accumulated.ages.explains_gap,
         declared=_aged(declared, accumulated),
-        unchecked=_unchecked_causes(accumulated, gap),
+        unchecked=_unchecked_causes(accumulated, onset, gap, too_old=too_old),
         copies=not claims_equality,
     )
+    ages = [name for name in ("version", "trained_version") if name not in accumulated.columns]
+    if "stale" in reached.causes and ages:
+        or_age = f"Or the run samples while it learns: then add {' and '.join(ages)}."
+        reached = replace(reached, sentence=f"{reached.sentence} {or_age}")
     not_checked = [
         f"{check}: no column {name}"
         for name, check in COLUMN_CHECKS.items()
@@ -120,6 +127,8 @@ def assess(
     ]
     if "step" in accumulated.columns and len(accumulated.steps) < sum(JUMP_STEPS):
         not_checked.append(f"{COLUMN_CHECKS['step']}: fewer than {sum(JUMP_STEPS)} steps")
+    if too_old:
+        not_checked.append(f"{LOOKED_FOR_BY['entropy']}: {TOO_OLD[0].lower()}{TOO_OLD[1:]}")
     notes = _notes(accumulated, onset)
     if not framework and accumulated.framework in frameworks():
         framework = accumulated.framework
@@ -152,17 +161,29 @@ def _aged(declared: Declared, accumulated: DumpAccumulator) -> Declared:
     return replace(declared, age=max(accumulated.ages.by_age))
 
 
-def _unchecked_causes(accumulated: DumpAccumulator, gap: Statistics) -> list[str]:
-    """Return the checks that were not possible, of causes that a correction does not repair."""
+def _unchecked_causes(
+    accumulated: DumpAccumulator, onset: int | None, gap: Statistics, *, too_old: bool
+) -> list[str]:
+    """Return the checks that were not possible, of causes that a correction does not repair.
+
+    Where age explains the gap it is only asked that rows were looked at. too_old: the entropy says
+    nothing of the tokens that were looked at.
+    """
+    rows = len(accumulated.sample.rows(onset))
+    if rows and accumulated.ages.explains_gap:
+        return []
     texts = [
         text for name, text in NEEDED_FOR_CORRECTION.items() if name not in accumulated.columns
     ]
-    if gap.sequences < FEW_ROWS and not quiet(gap):
-        texts.append(
-            f"{counted(gap.sequences, 'row')}, too few to see a part of them that is wrong: dump "
-            f"{FEW_ROWS} or more"
-        )
-    return texts
+    if too_old:
+        texts.append(f"{TOO_OLD}: let samples be younger")
+    if rows and (rows >= FEW_ROWS or quiet(gap)):
+        return texts
+    found, fix = counted(rows, "row"), f"dump {FEW_ROWS} or more"
+    if rows < gap.sequences:
+        found = f"{rows} of {counted(gap.sequences, 'row')} were drawn"
+        fix = f"audit a dump of the steps from {onset} on alone"
+    return [*texts, f"{found}, too few to see a part of them that is wrong: {fix}"]
 
 
 def _replayable_routers(accumulated: DumpAccumulator) -> float | None:
@@ -179,6 +200,8 @@ def _replayable_routers(accumulated: DumpAccumulator) -> float | None:
 
 def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
     notes = _rounding_notes(accumulated)
+    if accumulated.named:
+        notes.append("Steps are those in the names of the files: the dump has no column step.")
     if accumulated.nonfinite.count:
         notes.append(f"{accumulated.nonfinite}.")
     if accumulated.native is not None:
@@ -192,9 +215,9 @@ def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
         notes.append(f"{grown[0].upper()}{grown[1:]}.")
     if accumulated.ages.has_old_tokens:
         notes.append(accumulated.ages.describe())
-    if accumulated.sample.size < accumulated.entries:
-        rows = len(accumulated.sample.heap)
-        notes.append(f"Bugs were looked for in {counted(rows, 'row')} drawn at random.")
+    assert accumulated.overall is not None
+    if len(accumulated.sample.heap) < accumulated.overall.sequences:
+        notes.append(f"Bugs were looked for in {counted(len(columns), 'row')} drawn at random.")
     if onset is not None:
         notes.append(f"k3 diverges at step {onset}: {ONSET_RULE}.")
     return notes
@@ -252,7 +275,7 @@ def _diagnose_whole(accumulated: DumpAccumulator, onset: int | None, trainer: st
 def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> Diagnosis:
     """Diagnose the sampled rows, from step `onset` on. trainer: column of the trainer's score."""
     rows = accumulated.sample.rows(onset)
-    if not any(row.columns["mask"].any() for row in rows):
+    if not rows:
         return Diagnosis(math.nan, ())
     tensors = {
         name: torch.from_numpy(np.concatenate([row.columns[name] for row in rows]))
@@ -260,7 +283,7 @@ def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> 
     }
     lengths = torch.tensor([len(row.columns["mask"]) for row in rows])
     mask, group = tensors["mask"], None
-    if len(accumulated.steps) > 1:
+    if len({row.step for row in rows}) > 1:
         group = torch.tensor([row.step for row in rows]).repeat_interleave(lengths)
     version = tensors.get("version")
     if version is not None and "trained_version" in tensors:
@@ -268,7 +291,7 @@ def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> 
         newest_weights = mask & (version == tensors["trained_version"])
         if int(newest_weights.sum()) >= FEWEST:
             mask = newest_weights
-        else:
+        elif not torch.equal(newest_weights, mask):
             # The effect of updates on log-probabilities looks like another temperature.
             tensors.pop("entropy", None)
             group = version  # tokens of one age have a gap of one size
@@ -370,8 +393,7 @@ def _jump_between_steps(found: list[tuple[float, float]], steps: list[int]) -> i
     """
     before, since = JUMP_STEPS
     for i in range(before, len(found) - since + 1):
-        highest = max(k3 for k3, _ in found[:i])
-        lowest = min(k3 - 2 * error for k3, error in found[i:])
-        if lowest > ONSET_FACTOR * max(highest, HARMLESS_KL):  # false for NaN
+        bound = ONSET_FACTOR * max(HARMLESS_KL, *(k3 for k3, _ in found[:i]))
+        if all(k3 - 2 * error > bound for k3, error in found[i:]):  # false for NaN
             return steps[i]
     return None

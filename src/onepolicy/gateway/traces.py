@@ -136,9 +136,9 @@ def _predicted(values: Tensor, first: float) -> Sequence[Any]:
 
 
 def _route_entries(trace: RoutingTrace, slots: slice) -> list[int]:
-    """Return the ids of the slots that feed the tokens, flat; -1 where there is no route."""
+    """Return the ids of the slots that predict the tokens, flat; -1 where there is no route."""
     ids, valid = trace.ids[slots].to(torch.int32), trace.valid[slots]
     known = torch.where(valid[:, None, None], ids, -1)
-    last = known.new_full((1, *known.shape[1:]), -1)  # no forward feeds the last token
-    entries: list[int] = torch.cat([known, last]).flatten().tolist()
+    first = known.new_full((1, *known.shape[1:]), -1)  # no forward predicts the first token
+    entries: list[int] = torch.cat([first, known]).flatten().tolist()
     return entries

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from onepolicy import bounded
 from onepolicy.bounded import GIB, Limits, Message
@@ -56,13 +59,15 @@ def read_dump(
 ) -> Iterator[Scored]:
     """Yield the blocks of a file, of all dump files of a folder, or of a run folder of ours.
 
-    The format follows from the suffix. A block counts its rows over the whole dump. Raises
-    UsageError for every fault of the content, with file, row (counted within the file) and column.
+    The format follows from the suffix. A block counts its rows over the whole dump. Several files
+    without a column step have the steps in their names, if each name has one. Raises UsageError for
+    every fault of the content, with file, row (counted within the file) and column.
     """
     if is_run_folder(path):
         yield from read_run(path, mapping)
         return
     files = _dump_files(path)
+    steps = _steps_of_names(files)
     rows, number, columns = 0, 0, set[str]()
     for number, block in _blocks(files, mapping, limits):
         file = files[number]
@@ -73,10 +78,23 @@ def read_dump(
                 f"{file}: column {differing[0]}: in some files of the dump only; all need the same"
             )
         done = (number + block.done) / len(files)
-        yield dataclasses.replace(block, first_row=rows, done=done)
+        block = dataclasses.replace(block, first_row=rows, done=done, file=number)
+        if steps and "step" not in columns:
+            of_rows = {"step": np.full(len(block.lengths), steps[number])}
+            block = dataclasses.replace(block, columns=block.columns | of_rows, named=True)
+        yield block
         rows += len(block.lengths)
     if rows == 0:
         raise UsageError(f"{path}: empty; a dump has at least one row")
+
+
+def _steps_of_names(files: list[Path]) -> list[int]:
+    """Return the step in each file's name; none if a name has none, or of a single file."""
+    found = [re.search("step_?([0-9]{1,9})", file.name) for file in files]
+    steps = [int(match[1]) for match in found if match]
+    if len(steps) < max(2, len(files)):
+        return []
+    return steps
 
 
 def _blocks(

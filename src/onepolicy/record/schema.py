@@ -51,7 +51,12 @@ COLUMNS = {
     "logp_trainer": ColumnSpec(
         "float", "token", "of the trainer, before its update", required=True
     ),
-    "step": ColumnSpec("int", "row", "training step: gives curves and the onset of divergence"),
+    "step": ColumnSpec(
+        "int",
+        "row",
+        "training step: gives curves and the onset of divergence. Of several files without it, "
+        "`step_N` in their names",
+    ),
     "reward": ColumnSpec("float", "row", "reward of the sample"),
     "version": ColumnSpec(
         "int", "token or row", "version of the weights that sampled: finds stale weights"
@@ -96,7 +101,7 @@ COLUMNS = {
         "int",
         "router",
         "expert ids of the engine, tokens x layers x top-k, flattened or nested; -1: not recorded. "
-        "Entry t is of the forward that feeds `tokens[t]`",
+        "Entry t is of the forward that predicts `tokens[t]`",
     ),
     "routes_trainer": ColumnSpec(
         "int", "router", "the same of the trainer: its own choice, not what it replays"
@@ -189,6 +194,8 @@ class Scored:
     left_out: LeftOut = field(default_factory=LeftOut)  # tokens whose values are not all finite
     first_left_out: str = ""  # file, row, column, entry and value of the first one
     framework: str = ""  # the trainer that the file names; empty for none
+    file: int = 0  # number of the file in the dump
+    named: bool = False  # the file's name says the step
 
     @property
     def segment(self) -> Array:  # [T] int64

@@ -46,6 +46,10 @@ def checked_block(
         in_range = (entropy >= -ABOVE_ZERO) & (entropy <= LARGEST_ENTROPY)
         text = f"expected an entropy from 0 to {LARGEST_ENTROPY:g} nats inside the mask"
         _refuse_first(source, block, "entropy", block.columns["mask"] & ~in_range, text)
+    if "version" in columns and "trained_version" in columns:
+        newer = block.columns["mask"] & (columns["trained_version"] < columns["version"])
+        text = "below `version` there, but weights train after they sampled; count both alike"
+        _refuse_first(source, block, "trained_version", newer, text)
     if "reward" in columns:
         infinite = np.flatnonzero(~np.isfinite(columns["reward"]))
         if infinite.size:

@@ -187,7 +187,7 @@ def verdict(
         return _bug(found, since, basis, sure=sure)
     causes: tuple[str, ...] = ()
     if aged:
-        causes, unchecked = ("age",), ()
+        causes = ("age",)
     doubt = _doubt(gap, marks, replayed, since, list(unchecked), copies=copies)
     if doubt:
         return Verdict("unclear", causes, doubt, "", (*marks, *basis))

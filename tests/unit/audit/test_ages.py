@@ -1,7 +1,10 @@
 """Runs that sample while they learn: old tokens that are declared are not taken for a bug."""
 
+import pytest
+
 from onepolicy.audit.report import audit_tree
 from onepolicy.audit.run import audit
+from onepolicy.config import UsageError
 from onepolicy.record.schema import write_parquet
 from support.audit_dumps import gaussian_rows, moved_routes, with_routes, world_rows
 
@@ -49,3 +52,30 @@ def test_routes_that_agree_with_nothing_may_be_old(tmp_path):
     assert "too old" not in audited(tmp_path, rows).verdict.text()
     old = trained([row | {"version": 1} for row in rows], 4)
     assert "too old: by up to 3 updates" in audited(tmp_path, old).verdict.text()
+
+
+def test_weights_that_trained_before_they_sampled_are_refused(tmp_path):
+    """Two counters that start one apart made every token old, and temperatures invisible."""
+    rows = world_rows(1, temperature=0.7, entropy=True)
+    rows = trained([row | {"version": 5} for row in rows], 5)
+    assert audited(tmp_path, rows).verdict.causes == ("temperature",)
+    rows[3]["version"] = 6
+    words = r"dump\.parquet: row 3, column trained_version: entry 0 is 5: below `version` there"
+    with pytest.raises(UsageError, match=words):
+        audited(tmp_path, rows)
+    rows[3]["mask"] = [False] * len(rows[3]["tokens"])
+    assert audited(tmp_path, rows).verdict.causes == ("temperature",)
+
+
+def test_old_tokens_in_which_no_temperature_is_seen_are_said(tmp_path):
+    """From step 55 on all tokens are an update old, but age is not most of the gap of all."""
+    rows = []
+    for step in range(60):
+        kl = 1e-3 if step < 55 else 6e-3
+        rows += gaussian_rows(kl, rows=3, seed=step, step=step, version=min(step, 54))
+        rows[-3:] = trained(rows[-3:], min(step, 55))
+    found = audited(tmp_path, rows)
+    assert (found.onset, found.verdict.action) == (55, "unclear")
+    said = "ewer than 32 tokens of the weights that trained, too few to see a temperature"
+    assert said in found.verdict.sentence
+    assert any(check.endswith(said) for check in found.not_checked)

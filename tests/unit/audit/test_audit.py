@@ -226,6 +226,9 @@ def test_a_jump_in_a_dump_of_few_steps() -> None:
     assert divergence_onset(few) == 3
     assert divergence_onset(few, dict.fromkeys(few, 4e-4)) == 3
     assert divergence_onset(few, dict.fromkeys(few, 6e-4)) is None  # 9e-3 - 2 * 6e-4 < 4 * 2e-3
+    for unknown in (3, 4, 5):  # an infinite k3, in any place
+        errors = dict.fromkeys(few, 4e-4) | {unknown: math.nan}
+        assert divergence_onset(few | {unknown: math.inf}, errors) is None
     assert divergence_onset(few | {4: 2e-3}) is None
     assert divergence_onset({0: 1e-3, 3: 9e-3, 4: 9e-3, 5: 9e-3}) is None  # one step before
     assert divergence_onset({0: 1e-3, 1: 1e-3, 4: 9e-3, 5: 9e-3}) is None  # two from it on
@@ -280,13 +283,70 @@ def test_weights_that_are_stale_from_a_step_on_are_dated(tmp_path) -> None:
 
 
 def test_the_sample_to_diagnose_is_bounded_and_of_whole_rows(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(accumulator, "SAMPLE_TOKENS", 800)
+    monkeypatch.setattr(accumulator, "SAMPLE_TOKENS", 1600)
     each = audited(tmp_path, gaussian_rows(1e-3, rows=300))
     sample = each.accumulated.sample
-    assert sample.size == sum(len(row.columns["mask"]) for row in sample.heap) == 800
+    assert sample.size == sum(len(row.columns["mask"]) for row in sample.heap) == 1600
     rows = [row.dump_row for row in sample.rows(None)]
     assert rows[-1] > 150  # not the first ones
-    assert any("10 rows drawn at random" in line for line in each.notes)
+    assert any("20 rows drawn at random" in line for line in each.notes)
+    monkeypatch.setattr(accumulator, "SAMPLE_TOKENS", 1)
+    long = audited(tmp_path, gaussian_rows(5e-3, rows=30)).accumulated.sample
+    assert len(long.heap) == 12  # as many as a verdict needs
+
+
+def behind_prompts(rows: list[dict], length: int) -> list[dict]:
+    """Return the rows behind prompts that differ."""
+    out = []
+    for i, row in enumerate(rows):
+        ahead = dict.fromkeys(("logp_rollout", "logp_trainer", "entropy"), [0.0] * length)
+        ahead |= {"tokens": [i] * length, "mask": [False] * length}
+        out.append({name: [*ahead.get(name, []), *values] for name, values in row.items()})
+    return out
+
+
+def hot_at_the_end() -> list[dict]:
+    """Return 60 steps of 3 rows of 40 tokens; the last 5 steps were sampled at 1.35."""
+    cold, hot = (
+        [row for i in range(8) for row in world_rows(i, temperature=t, entropy=True)]
+        for t in (1.0, 1.35)
+    )
+    return [*cold[:165], *hot[165:180]]
+
+
+def test_long_prompts_do_not_hide_a_bug(tmp_path, monkeypatch) -> None:
+    """Prompts once took the room of the rows in which bugs are looked for."""
+    monkeypatch.setattr(accumulator, "SAMPLE_TOKENS", 10_000)
+    for prompt in (0, 640):
+        rows = behind_prompts(hot_at_the_end(), prompt)
+        found = audited(tmp_path, [row | {"step": i // 3} for i, row in enumerate(rows)])
+        assert (found.onset, found.verdict.causes) == (55, ("temperature",))
+        assert not any("drawn at random" in note for note in found.notes)
+        size = found.accumulated.sample.size
+        assert size == 180 * (40 + min(prompt, 2))
+    sampled = found.accumulated.sample.rows(55)
+    assert len(sampled) == 15
+    assert len({int(row.columns["tokens"][0]) for row in sampled}) == 15  # still other contexts
+
+
+def test_rows_that_were_not_looked_at_are_no_advice(tmp_path, monkeypatch) -> None:
+    """From the onset on, 15 of 180 rows, hardly one is in a sample of 12."""
+    monkeypatch.setattr(accumulator, "SAMPLE_TOKENS", 1)
+    rows = [row | {"step": i // 3} for i, row in enumerate(hot_at_the_end())]
+    found = audited(tmp_path, rows)
+    few = len(found.accumulated.sample.rows(55))
+    assert few < 12
+    assert (found.onset, found.verdict.action) == (55, "unclear")
+    assert f"{few} of 15 rows were drawn" in found.verdict.sentence
+    assert "audit a dump of the steps from 55 on alone" in found.verdict.sentence
+    monkeypatch.setattr(accumulator, "FEW_ROWS", 1)
+    rows = []
+    for step in range(60):
+        rows += gaussian_rows(1e-6 if step < 55 else 3e-4, rows=3, seed=step, step=step)
+    found = audited(tmp_path, rows)  # a gap that needs nothing, of rows that nobody looked at
+    assert (found.onset, found.accumulated.sample.rows(55)) == (55, [])
+    assert found.verdict.action == "unclear"
+    assert "0 of 15 rows were drawn" in found.verdict.sentence
 
 
 def test_steps_add_up_to_the_whole(tmp_path) -> None:

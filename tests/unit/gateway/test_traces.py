@@ -51,13 +51,13 @@ def test_rows_hold_whole_paths():
         "turn": [-1, -1, 0, 0],
         "step": 7,
         "reward": 0.5,
-        "routes_rollout": [0, 1, 2, 3, -1, -1, -1, -1],
-        "routes_trainer": [0, 1, 2, 3, 4, 5, -1, -1],
+        "routes_rollout": [-1, -1, 0, 1, 2, 3, -1, -1],
+        "routes_trainer": [-1, -1, 0, 1, 2, 3, 4, 5],
         "route_layers": 1,
         "route_top_k": 2,
     }
     assert (other["tokens"], other["mask"]) == ([5, 9], [False, True])
-    assert other["routes_rollout"] == [6, 7, -1, -1]
+    assert other["routes_rollout"] == [-1, -1, 6, 7]  # of the first sampled token
 
 
 def test_rows_hold_the_sets_that_tokens_were_drawn_from():

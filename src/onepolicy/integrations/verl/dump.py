@@ -64,10 +64,11 @@ def _padded(data: Any, tags: Sequence[Mapping[str, Any]], real: list[int]) -> Da
     lengths = data["responses"].offsets().diff()[real]
     positions = torch.arange(tensors["responses"].shape[1])
     tensors["attention_mask"] = positions < lengths.cpu()[:, None]
-    versions = [tags[i].get("min_global_steps") for i in real]
     extra = {}
-    if all(version is not None for version in versions):
-        extra["min_global_steps"] = np.array(versions)
+    for name in ("min_global_steps", "max_global_steps"):
+        versions = [tags[i].get(name) for i in real]
+        if all(version is not None for version in versions):
+            extra[name] = np.array(versions)
     return DataProto(TensorDict(tensors, batch_size=len(real)), non_tensor_batch=extra)
 
 

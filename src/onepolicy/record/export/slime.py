@@ -10,6 +10,7 @@ miles writes one per rank; the copies of tensor-parallel ranks are left out.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 import sys
@@ -36,26 +37,47 @@ NEEDED = [theirs for ours, theirs in NAMES.items() if COLUMNS[ours].required]
 def convert(source: Path | str, folder: Path | str) -> int:
     """Convert every *.pt file of `source` into a dump. Return the number of samples written.
 
-    Raises UsageError with the file that cannot be used.
+    Copies of a sample are left out, and their number is printed. The newest weights that sampled a
+    rollout count as those that trained on it. Raises UsageError with the file that cannot be used.
     """
     paths = sorted(Path(source).glob("*.pt"))
-    seen: set[tuple[int, int]] = set()
-    written = 0
+    seen: set[tuple[int, int, bytes]] = set()
+    written = copies = 0
     task = "onepolicy.record.export.slime:read_samples"
-    for _, messages in itertools.groupby(read_bounded(task, paths), key=lambda each: each[0]):
-        rows, rollout, rank = [], 0, 0
-        for _, (info, arrays) in messages:
-            rollout, rank = info["rollout"], info["rank"]
-            if (rollout, info["index"]) not in seen:
-                seen.add((rollout, info["index"]))
-                rows.append({name: array.tolist() for name, array in arrays.items()} | info["row"])
-        if rows:
-            write_step(folder, rollout, rows, rank=rank, framework="miles")
-            written += len(rows)
+    messages = (message for _, message in read_bounded(task, paths))
+    for rollout, found in itertools.groupby(messages, key=lambda each: each.info["rollout"]):
+        by_rank: dict[int, list[dict[str, Any]]] = {}
+        for info, arrays in found:
+            sample = rollout, info["index"], _digest(arrays)
+            if sample in seen:
+                copies += 1
+                continue
+            seen.add(sample)
+            row = {name: array.tolist() for name, array in arrays.items()} | info["row"]
+            by_rank.setdefault(info["rank"], []).append(row)
+        rows = list(itertools.chain(*by_rank.values()))
+        newest = max((row.get("trained_version", 0) for row in rows), default=0)
+        for row in rows:
+            if "version" in row:
+                row["trained_version"] = newest
+        for rank, of_rank in by_rank.items():
+            write_step(folder, rollout, of_rank, rank=rank, framework="miles")
+        written += len(rows)
     if not written:
         fix = "let the trainer score, without --use-rollout-logprobs"
         raise UsageError(f"{source}: no sample with log_probs in {len(paths)} *.pt files; {fix}")
+    if copies:
+        print_text(f"{copies} left out: copies of other ranks' samples")
     return written
+
+
+def _digest(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return a number of a sample's tokens and the engine's log-probabilities.
+
+    Several samples may have one index: of agents, or of a history that was made shorter.
+    """
+    values = (arrays[name].tobytes() for name in ("tokens", "logp_rollout"))
+    return hashlib.sha256(b"".join(values)).digest()
 
 
 def read_samples(files: list[str]) -> Iterator[Message | None]:
@@ -131,7 +153,7 @@ def sample_row(
     if isinstance(versions, list):
         known = [int(version) for version in versions if re.fullmatch("[0-9]{1,9}", str(version))]
         if known:
-            return arrays, {"version": min(known)}
+            return arrays, {"version": min(known), "trained_version": max(known)}
     return arrays, {}
 
 

@@ -5,7 +5,8 @@
     # V1: _compute_old_log_prob, after data = DataProto(...):
     export(data, "dump", self.global_steps)
 
-Then run `onepolicy audit dump`. Export before rejection, which clears response_mask.
+Then run `onepolicy audit dump`. Export before rejection, which clears response_mask. The newest
+weights that sampled the batch count as those that trained on it (trained_version).
 
 verl's own trainer.rollout_data_dir has text and scores as JSON lines, no tokens and no
 log-probabilities. DataProto.save_to_disk is a pickle. The engine returns its log-probabilities with
@@ -54,9 +55,12 @@ def batch_rows(batch: Any, step: int) -> list[dict[str, Any]]:
         if name in tensors:
             per_row["reward"] = tensors[name].sum(1).tolist()
             break
-    # In the fully asynchronous trainer: the weights that the sequence was begun with.
-    if "min_global_steps" in extra:
-        per_row["version"] = [int(value) for value in extra["min_global_steps"]]
+    # In the fully asynchronous trainer: the weights that the sequence was begun and ended with.
+    begun, ended = (list(extra.get(f"{end}_global_steps", ())) for end in ("min", "max"))
+    if begun and None not in begun:
+        newest = max(int(value) for value in [*begun, *ended] if value is not None)
+        per_row["version"] = [int(value) for value in begun]
+        per_row["trained_version"] = [newest] * len(begun)
     return [
         {name: value[i][:length] for name, value in listed.items()}
         | {name: value[i] for name, value in per_row.items()}

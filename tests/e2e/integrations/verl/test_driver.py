@@ -295,7 +295,7 @@ def test_a_step_as_a_dump(tmp_path):
     rows = parquet.read_table(tmp_path / "step_00003_0.parquet").to_pylist()
     assert [row["tokens"] for row in rows] == [[6, 7, 8], [9, 3]]
     assert [row["mask"] for row in rows] == [[True, False, True], [True, True]]
-    assert [row["version"] for row in rows] == [7, 6]
+    assert [(row["version"], row["trained_version"]) for row in rows] == [(7, 7), (6, 7)]
     assert [row["reward"] for row in rows] == [1.0, 0.5]
     # Entry t is the route of the token before it.
     assert rows[0]["routes_rollout"] == [1, 2, 3, 1, 3, 1]

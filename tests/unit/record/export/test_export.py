@@ -2,7 +2,9 @@
 
 import json
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,10 +14,10 @@ from safetensors.torch import save_file
 from onepolicy.audit.run import audit
 from onepolicy.cli import main
 from onepolicy.config import UsageError
-from onepolicy.record.export import slime, write_step
+from onepolicy.record.export import slime, verl, write_step
 from onepolicy.record.schema import parse_columns
 from onepolicy.record.trainers import TRAINERS
-from support.audit_dumps import gaussian_rows, write_jsonl
+from support.audit_dumps import gaussian_rows, world_rows, write_jsonl
 
 capability = pytest.mark.capability
 
@@ -91,6 +93,26 @@ def test_nemo_rl_training_data(tmp_path):
     wanted = audit(write_jsonl(tmp_path / "wanted.jsonl", rows), {}).accumulated
     assert found.overall.statistics() == pytest.approx(wanted.overall.statistics())
     assert (found.rewards[0].mean, found.rewards[0].tokens) == (1.0, 12)
+
+
+def test_several_steps_of_nemo_rl(tmp_path):
+    """The step is in the name of the file alone. Steps differ in noise: that is no second kind."""
+    for step, noise in ((1, 0.1), (2, 0.3)):
+        rows = world_rows(step, noise=noise, entropy=True)
+        write_jsonl(tmp_path / f"train_data_step{step}.jsonl", rows)
+    found = audit(tmp_path, {})
+    assert (found.verdict.action, found.verdict.causes) == ("correct", ())
+    assert {step: stats.sequences for step, stats in found.accumulated.steps.items()} == {
+        1: 24,
+        2: 24,
+    }
+    told = "Steps are those in the names of the files: the dump has no column step."
+    assert told in found.notes
+    (tmp_path / "train_data_step2.jsonl").rename(tmp_path / "second.jsonl")
+    found = audit(tmp_path, {})  # rows of a file are compared with each other
+    assert (found.verdict.action, found.verdict.causes) == ("correct", ())
+    assert "onset of divergence: no column step" in found.not_checked
+    assert told not in found.notes
 
 
 def test_sglangs_triples(tmp_path):
@@ -192,6 +214,69 @@ def test_miles_training_dump_leaves_copies_out(tmp_path):
         slime.convert(tmp_path / "none", tmp_path / "out")
 
 
+def _of_two_ages():
+    """Return 10 samples of weights 5, and 10 of weights 4 that are farther from the trainer."""
+    for age, kl in ((0, 1e-5), (1, 5e-3)):
+        for row in gaussian_rows(kl, rows=10, length=42, seed=age):
+            yield {name: values[2:] for name, values in row.items()}, 5 - age
+
+
+def _is_age(found):
+    assert found.accumulated.columns.count("trained_version") == 1
+    assert found.accumulated.ages.by_age.keys() == {0, 1}
+    assert (found.verdict.action, found.verdict.causes) == ("correct", ("age",))
+
+
+def test_an_asynchronous_run_of_slime_is_no_bug(tmp_path):
+    """Ranks of a rollout have one newest version, though one rank has older samples only."""
+    for rank in range(2):
+        samples = []
+        for i, (row, version) in enumerate(list(_of_two_ages())[10 * rank :][:10]):
+            made = {"tokens": torch.arange(40) + rank, "loss_masks": torch.ones(40)}
+            made |= {"log_probs": row["logp_trainer"], "rollout_log_probs": row["logp_rollout"]}
+            made |= {"entropy": row["entropy"], "weight_versions": [str(version)]}
+            samples.append(made | {"sample_index": 10 * rank + i})
+        torch.save({"rollout_id": 7, "rank": rank, "samples": samples}, tmp_path / f"7_{rank}.pt")
+    assert slime.convert(tmp_path, tmp_path / "out") == 20
+    _is_age(audit(tmp_path / "out", {}))
+
+
+def test_an_asynchronous_run_of_verl_is_no_bug(tmp_path):
+    rows, versions = zip(*_of_two_ages(), strict=True)
+    names = TRAINERS["verl"].names
+    tensors = {theirs: torch.tensor([row[ours] for row in rows]) for ours, theirs in names.items()}
+    tensors["responses"] = torch.arange(40).expand(20, -1)
+    extra = {"min_global_steps": np.array(versions, object)}
+    verl.export(SimpleNamespace(batch=tensors, non_tensor_batch=extra), tmp_path, 6)
+    _is_age(audit(tmp_path, {}))
+    extra["max_global_steps"] = np.array([None, 7, *versions[2:]], object)
+    (row, *_) = verl.batch_rows(SimpleNamespace(batch=tensors, non_tensor_batch=extra), 6)
+    assert (row["version"], row["trained_version"]) == (5, 7)
+    extra["min_global_steps"][3] = None  # of an agent loop that does not say it
+    (row, *_) = verl.batch_rows(SimpleNamespace(batch=tensors, non_tensor_batch=extra), 6)
+    assert not {"version", "trained_version"} & row.keys()
+
+
+@pytest.mark.parametrize("columns", ["version and trained_version", "trained_version"])
+def test_without_ages_stale_may_be_sampling_while_learning(tmp_path, columns):
+    rows = [dict(row, version=version) for row, version in _of_two_ages()]
+    if columns != "trained_version":
+        rows = [{name: value for name, value in row.items() if name != "version"} for row in rows]
+    found = audit(write_jsonl(tmp_path / "d.jsonl", rows), {}).verdict
+    assert found.causes == ("stale",)
+    assert found.sentence.endswith(f"Or the run samples while it learns: then add {columns}.")
+
+
+def test_samples_of_one_index_are_copies_only_if_they_are_equal(tmp_path, capsys):
+    """A history that was made shorter has the index of the long one."""
+    samples = [sample | {"sample_index": i // 2} for i, sample in enumerate(_samples(6))]
+    for rank, kept in ((0, samples), (1, samples[:4])):
+        torch.save({"rollout_id": 0, "rank": rank, "samples": kept}, tmp_path / f"0_{rank}.pt")
+    assert slime.convert(tmp_path, tmp_path / "out") == 6
+    assert capsys.readouterr().out == "4 left out: copies of other ranks' samples\n"
+    assert audit(tmp_path / "out", {}).accumulated.rows == 6
+
+
 ROUTES = torch.stack([torch.arange(60) % 7, torch.arange(60) % 5 + 7], 1).reshape(60, 1, 2)
 
 
@@ -203,7 +288,7 @@ def _run(folder, **tensors):
     for step in (5, 10):
         rollout = -torch.rand(60, generator=torch.Generator().manual_seed(step)) * 3 - 1
         found = {"logp_rollout": rollout, "logp_trainer": rollout - 0.01}
-        found |= {"entropy": torch.ones(60), "version": torch.full((60,), step)}
+        found |= {"entropy": torch.ones(60), "version": torch.full((60,), step - 1)}
         found |= {"tokens": torch.arange(60), "segment": torch.arange(60) // 20}
         found |= {"routes_rollout": ROUTES[:40], "routes_trainer": ROUTES[:40].clone()} | tensors
         save_file(found, probes / f"step_{step:05d}.safetensors")
@@ -227,7 +312,7 @@ def test_late_routes_in_a_run_folder(tmp_path):
 
 
 def test_a_run_that_replays_is_not_advised_to(tmp_path):
-    rollout = -2.5 - torch.rand(60, generator=torch.Generator().manual_seed(0))
+    rollout = -2.5 - torch.rand(60, generator=torch.Generator().manual_seed(1))
     sign = 1 - 2 * (torch.arange(60) % 2)
     scores = {"logp_rollout": rollout, "entropy": torch.full((60,), 3.0)}
     scores["logp_trainer"] = rollout + (0.2 * sign).log1p()  # mean rho is 1
