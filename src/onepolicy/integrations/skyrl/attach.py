@@ -110,7 +110,7 @@ def finish_step(trainer: Any, data: Any, settings: Settings) -> None:
         rows = _rows(trainer, data, old, rollout, mask, supports)
         write_rows(settings.dump, trainer.global_step, rows, framework="skyrl")
     average: Average = "slots"
-    if _reduction(trainer.cfg) == "sequence_mean":
+    if _reduction(trainer.cfg.trainer.algorithm) == "sequence_mean":
         average = "sequences"
     sides = old, rollout, mask
     found = measure_and_correct(data["advantages"], *sides, settings.correction, average)
@@ -171,13 +171,19 @@ def check_settings(cfg: Any, settings: Settings) -> Preflight:
             found=f"register_loss got {getattr(registered, 'name', None)}",
             fix="attach applies one part and the loss the other; give both the same",
         )
+    _check_reduction(report, algorithm, correction)
+    return report
+
+
+def _check_reduction(report: Preflight, algorithm: Any, correction: CorrectionConfig) -> None:
+    """Require a loss that keeps the correction's weights as they are."""
+    loss, reduction = str(algorithm.policy_loss_type), _reduction(algorithm)
     report.require(
         f"advantages that keep the weights of {correction.name}",
         not getattr(algorithm, "advantage_batch_normalize", False),
         found="advantage_batch_normalize=true",
         fix="SkyRL subtracts their mean after they are weighted; set it to false",
     )
-    reduction = _reduction(cfg)
     report.require(
         f"a loss in which weights of {correction.name} can average 1",
         not (correction.scales and reduction == "prompt_mean"),
@@ -193,11 +199,10 @@ def check_settings(cfg: Any, settings: Settings) -> Preflight:
         found=f"policy_loss_type={anchor}",
         fix="this loss compares with the rollout itself; use regular, or leave `correction` out",
     )
-    return report
 
 
-def _reduction(cfg: Any) -> str:
-    return str(getattr(cfg.trainer.algorithm, "loss_reduction", "token_mean"))
+def _reduction(algorithm: Any) -> str:
+    return str(getattr(algorithm, "loss_reduction", "token_mean"))
 
 
 def _scores_over_supports(cfg: Any) -> bool:
