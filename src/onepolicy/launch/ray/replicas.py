@@ -35,9 +35,8 @@ class Replicas(Fleet[Replica]):
     def __init__(self, engines: Sequence[Replica], put: Callable[[Any], Any]) -> None:
         """Combine the engines. put: stores a value where all of them read it; a reference to it."""
         super().__init__([Member(engine.name, engine) for engine in engines], math.inf)
-        # all are built from the same settings, so one's contract and sizes are as good as any
-        of_one = engines[0].caps
-        self.caps = dataclasses.replace(self.caps, contract=of_one.contract, sizes=of_one.sizes)
+        # all are built from the same settings, so one's contract is as good as any
+        self.caps = dataclasses.replace(self.caps, contract=engines[0].caps.contract)
         # versions that engines hold; they differ while weights are loaded
         self._oldest = self._newest = 0
         self._put = put

@@ -200,7 +200,6 @@ class BatchRunner:
             if self._waiting:
                 self._start_task()
             return
-        self.batch.clear()
         self._waiting.clear()
         for request in self._pending:
             if request.future.done():
@@ -209,6 +208,7 @@ class BatchRunner:
                 request.future.cancel()
             else:
                 request.future.set_exception(error)
+        self.batch.clear()  # last: it may fail too
 
 
 def empty_completion(first_slot: int) -> Completion:

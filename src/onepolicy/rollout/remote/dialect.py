@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig
 
 from onepolicy.config import ModelConfig, QuantFormat, ServerEngineConfig
@@ -20,7 +23,7 @@ from onepolicy.rollout.remote.bodies import MAX_REPLY_BYTES
 from onepolicy.rollout.remote.client import OtherWeights, RequestGate, make_clients
 from onepolicy.rollout.remote.replies import AdapterLimits
 from onepolicy.sync.checksum import ChecksumTable
-from onepolicy.sync.weight_files import WeightFiles
+from onepolicy.sync.weight_files import INDEX, WeightFiles, num_files
 from onepolicy.types import Completion, Sampling
 
 ENTRY_BYTES = 512  # of JSON for one token and its log-probability
@@ -233,6 +236,19 @@ class Dialect(ABC):
     @abstractmethod
     async def load_checkpoint(self, path: str | None, version: int) -> None:
         """Make the server load a checkpoint. path: None is that of its start."""
+
+    def checkpoint_limit(self, path: str) -> float:
+        """Return the seconds for a checkpoint, folder or hub id: timeout_s for each of its files.
+
+        One that this machine does not have counts as one file.
+        """
+        folder = Path(path)
+        if not folder.exists():
+            with suppress(HFValidationError):  # a path of the server's machine
+                index = try_to_load_from_cache(path, INDEX)
+                if isinstance(index, str):
+                    folder = Path(index).parent
+        return self.config.timeout_s * num_files(folder)
 
     # --- adapters ---------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import torch
@@ -104,14 +104,14 @@ class RemoteEngine:
 
     async def start(self, path: str) -> None:
         """Connect, and load the checkpoint at `path` (folder or hub id) into the server."""
-        with self.client.startup_errors():
+        with self._startup_errors():
             await self.connect()
             await self.attach(path)
         self.take_metrics()
 
     async def come_back(self) -> None:
         """Connect to a server that was lost, and check its reload. The caller gives it weights."""
-        with self.client.startup_errors():
+        with self._startup_errors():
             await self.connect()
             await self.check_reload()
 
@@ -122,7 +122,7 @@ class RemoteEngine:
         UsageError if the server does not answer or does not fit.
         """
         dialect = self.dialect
-        with self.client.startup_errors(), dialect.once.startup_errors():
+        with self._startup_errors():
             await dialect.handshake(self.caps)
             info = dialect.info
             self.caps = dataclasses.replace(
@@ -139,6 +139,11 @@ class RemoteEngine:
             if dialect.incomplete:
                 await self.load_checkpoint(None, 0)
             await check_processed_logprobs(self)
+
+    @contextmanager
+    def _startup_errors(self) -> Iterator[None]:
+        with self.client.startup_errors(), self.dialect.once.startup_errors():
+            yield
 
     # --- requests ---------------------------------------------------------------------------------
 

@@ -229,7 +229,10 @@ def _digest_of_pair(begun: bytes, name: str) -> bytes:
 
 
 def common_caps(caps: Sequence[EngineCaps]) -> EngineCaps:
-    """Return the capabilities that all engines have."""
+    """Return the capabilities that all engines have.
+
+    All have the same format of quantised weights, so the first one's sizes are as good as any.
+    """
     dtypes = {each.weights_dtype for each in caps}
     weights_dtype: str | None = None
     if len(dtypes) == 1:
@@ -240,6 +243,7 @@ def common_caps(caps: Sequence[EngineCaps]) -> EngineCaps:
         returns_combine_weights=all(each.returns_combine_weights for each in caps),
         top_logprobs=min(each.top_logprobs for each in caps),
         seeded=all(each.seeded for each in caps),
+        sizes=caps[0].sizes,
         weights_dtype=weights_dtype,
         takes_adapter=all(each.takes_adapter for each in caps),
         inexact_dtype=_coarsest({each.inexact_dtype for each in caps}),

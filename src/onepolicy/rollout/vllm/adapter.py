@@ -8,11 +8,8 @@ The check after every sync (run/adapter_check.py) is what finds it.
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, get_args
 
 from onepolicy.config import ModelConfig, UsageError
@@ -20,6 +17,7 @@ from onepolicy.config.lora import LoraConfig, Target
 from onepolicy.interfaces import AdapterSource
 from onepolicy.models.empty import empty_model
 from onepolicy.sync.adapters import Targets, linear_layers
+from onepolicy.sync.weight_files import WeightFiles
 
 
 def layer_names(config: LoraConfig, model: ModelConfig) -> list[str]:
@@ -109,31 +107,24 @@ class LoadedAdapter:
 
     def __init__(self, llm: Any) -> None:
         self._llm, self._number = llm, 0
-        self._folder: Path | None = None
+        self._files: WeightFiles | None = None  # removes its folder when it is collected
         self.request: Any = None  # vLLM's LoRARequest, which every request of ours must carry
 
     def load(self, adapter: AdapterSource, version: int) -> None:
         """Load this version in place of the last one, which is unloaded."""
         from vllm.lora.request import LoRARequest
 
-        folder = Path(tempfile.mkdtemp(prefix="onepolicy-adapter-"))
-        adapter.write(folder)
+        files = WeightFiles(None, "TMPDIR")
+        adapter.write(files.folder)
         before, self._number = self._number, self._number + 1
         name = f"{adapter.name}@{version}"
-        request = LoRARequest(lora_name=name, lora_int_id=self._number, lora_path=str(folder))
+        request = LoRARequest(lora_name=name, lora_int_id=self._number, lora_path=str(files.folder))
         if before:
             self._llm.remove_lora(before)
         self._llm.add_lora(request)
         if self._number not in self._llm.list_loras():
             raise RuntimeError(f"vLLM did not load the adapter {name!r}")
-        self.close()
-        self._folder, self.request = folder, request
-
-    def close(self) -> None:
-        """Delete the files."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._files, self.request = files, request
 
 
 def adapter_of(output: Any) -> str | None:

@@ -3,15 +3,19 @@
 import asyncio
 import math
 import threading
+from functools import partial
 
 import pytest
 import torch
 
-from onepolicy.config import TrainingError
+from onepolicy.config import SGLangConfig, TrainingError
+from onepolicy.rollout.remote import dialect as dialects
 from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.rollout.remote.dialects import sglang_weights as sglang
+from onepolicy.rollout.remote.dialects.sglang import SGLangDialect
 from onepolicy.rollout.remote.update_ends import run_both_ends
 from onepolicy.sync.broadcast import ReceiverLost, UpdateCancelled
+from onepolicy.sync.weight_files import INDEX
 from support.fake_vllm import connected, serving
 from support.waiting import LIMIT_S
 
@@ -34,6 +38,38 @@ def test_an_update_has_no_limit_as_a_whole(sync, limit, checkpoints, tmp_path, m
         asyncio.run(engine.load_weights(checkpoints[1][1].state_dict().items(), 1))
     assert limits == [limit]
     assert engine.version == 1
+
+
+def test_a_checkpoint_has_the_limit_of_each_of_its_files_and_is_loaded_once(
+    checkpoints, tmp_path, monkeypatch
+):
+    """Of a folder, and of a name of the hub that is cached here."""
+    cached = tmp_path / "models--org--name"
+    for folder in (tmp_path / "folder", cached / "snapshots" / "abc"):
+        folder.mkdir(parents=True)
+        for number in range(3):
+            (folder / f"model-{number}.safetensors").touch()
+        (folder / INDEX).touch()
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    find = partial(dialects.try_to_load_from_cache, cache_dir=tmp_path)
+    monkeypatch.setattr(dialects, "try_to_load_from_cache", find)
+    asked = []
+
+    async def loaded(path, body, *, timeout_s, **kwargs):
+        asked.append((body.get("args", body.get("model_path")), timeout_s))
+        return [None]
+
+    with serving(checkpoints) as fake:
+        vllm = connected(fake, timeout_s=TIMEOUT_S).dialect
+    config = SGLangConfig(url=fake.server.url, timeout_s=TIMEOUT_S)
+    slang = SGLangDialect(config, vllm.hf_config, vllm.shape, None, adapters=False)
+    places = {str(tmp_path / "folder"): 3, "org/name": 3, "org/other": 1, "/elsewhere/model": 1}
+    for place, files in places.items():
+        for dialect, told in ((vllm, [place]), (slang, place)):
+            monkeypatch.setattr(dialect.once, "post", loaded)
+            asyncio.run(dialect.load_checkpoint(place, 0))
+            assert asked.pop() == (told, files * TIMEOUT_S)
 
 
 async def never():

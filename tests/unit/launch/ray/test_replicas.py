@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from onepolicy.config import TrainingError
+from onepolicy.config.quant import Int8
 from onepolicy.interfaces import EngineCaps
 from onepolicy.launch.ray.replicas import Replicas
 from onepolicy.launch.ray.tensors import from_buckets
+from onepolicy.models.quant.size_report import PartSize, SizeReport
 from onepolicy.rollout.remote.client import EngineLost
 from onepolicy.rollout.remote.fleet import common_caps
 from onepolicy.types import Completion, Sampling
@@ -155,5 +157,7 @@ def test_answers_during_loading_are_of_the_old_or_the_new_weights():
 
 
 def test_caps_are_those_that_all_have():
-    caps = common_caps([EngineCaps(True, 8, True, 5), EngineCaps(False, 4, True, 3, seeded=False)])
-    assert caps == EngineCaps(False, 4, True, 3, seeded=False)
+    sizes = SizeReport(Int8(), [PartSize("experts", 4, 8, 4)])
+    one, other = EngineCaps(True, 8, True, 5), EngineCaps(False, 4, True, 3, seeded=False)
+    caps = common_caps([replace(one, sizes=sizes), replace(other, sizes=sizes)])
+    assert caps == EngineCaps(False, 4, True, 3, seeded=False, sizes=sizes)

@@ -12,7 +12,7 @@ from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageErro
 from onepolicy.config.lora import LoraConfig
 from onepolicy.errors import short_repr
 from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
-from onepolicy.rollout.remote.client import RequestGate
+from onepolicy.rollout.remote.client import EngineClient, RequestGate
 from onepolicy.rollout.remote.dialect import Dialect, PlaceAdapter, Request
 from onepolicy.rollout.remote.dialects import sglang_weights as sync
 from onepolicy.rollout.remote.dialects.sglang_adapters import layer_names, missing_layers
@@ -192,21 +192,23 @@ class SGLangDialect(Dialect):
 
     async def load_files(self, folder: Path, sums: ChecksumTable, version: int) -> None:
         limit = self.config.timeout_s * num_files(folder)
-        await self._load_from(str(folder), version, timeout_s=limit)
+        await self._load_from(self.client, str(folder), version, limit)
 
     async def load_checkpoint(self, path: str | None, version: int) -> None:
-        await self._load_from(path or self.info.model, version)
+        path = path or self.info.model
+        # once: a repeated load would wait for the first one
+        await self._load_from(self.once, path, version, self.checkpoint_limit(path))
 
-    async def _load_from(self, folder: str, version: int, timeout_s: float | None = None) -> None:
+    async def _load_from(
+        self, client: EngineClient, folder: str, version: int, limit: float
+    ) -> None:
         body = {
             "model_path": folder,
             "weight_version": str(self._named(version)),
             "flush_cache": self._flush,
             "abort_all_requests": False,
         }
-        await self.client.post(
-            "/update_weights_from_disk", body, parse=check_success, timeout_s=timeout_s
-        )
+        await client.post("/update_weights_from_disk", body, parse=check_success, timeout_s=limit)
 
     async def broadcast(self, tensors: NamedWeights, version: int) -> None:
         await sync.broadcast_weights(

@@ -212,7 +212,9 @@ class VLLMDialect(Dialect):
         arguments: list[str] = []
         if path is not None:
             arguments.append(path)
-        await self.call_workers("onepolicy_load", *arguments)
+        limit = self.checkpoint_limit(path or self.info.model)
+        # once: a repeated load would wait for the first one
+        await self.call_workers("onepolicy_load", *arguments, client=self.once, timeout_s=limit)
 
     async def broadcast(self, tensors: NamedWeights, version: int) -> None:
         await self._broadcast(tensors, version, "onepolicy_receive", backend=self.config.sync)
