@@ -7,7 +7,7 @@ problems in a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -62,10 +62,15 @@ class ArmRun:
         """Return the arm as a sentence names it, after a number."""
         return self.label or f"in {self.name}"
 
-    def values(self, metric: str) -> Array:  # [steps] float64, NaN where a step has none
-        """Return a metric of every step."""
-        steps = [row for row in self.rows if "train/reward" in row]
-        found = [row.get(metric) for row in steps]
+    @property
+    def steps(self) -> list[int]:
+        """Return the numbers of its steps. A log may have gaps."""
+        return [row["step"] for row in self.rows if "train/reward" in row]
+
+    def values(self, metric: str, steps: Collection[int] | None = None) -> Array:
+        """Return a metric of every step, or of these. [steps] float64, NaN for none."""
+        rows = [row for row in self.rows if "train/reward" in row]
+        found = [row.get(metric) for row in rows if steps is None or row["step"] in steps]
         return np.array([math.nan if value is None else value for value in found], dtype=float)
 
     def accuracies(self, metric: str) -> list[float]:
@@ -86,6 +91,7 @@ class Contrast:
     seed: int
     phrases: tuple[str, str]  # the arms as a sentence names them
     lengths: tuple[int, int]  # steps of the first arm and of the other
+    steps: int  # that both have. Only those are compared
     without_k3: int  # steps of both of which one has no finite k3
     k3: tuple[float, float]  # means over all steps, of the first arm and of the other
     k3_ratio: Interval  # first / other
@@ -93,11 +99,6 @@ class Contrast:
     k3_above: tuple[int, int]  # how many of the same steps are above QUIET_KL
     reward: tuple[float, float]  # means over the second half of the steps
     reward_difference: Interval  # other - first
-
-    @property
-    def steps(self) -> int:
-        """Return how many steps both have. Only those are compared."""
-        return min(self.lengths)
 
 
 def contrasts(runs: Sequence[ArmRun]) -> list[Contrast]:
@@ -111,17 +112,17 @@ def contrasts(runs: Sequence[ArmRun]) -> list[Contrast]:
 
 def contrast(first: ArmRun, other: ArmRun) -> Contrast:
     """Compare two runs of the same seed over the steps that both have."""
-    lengths = len(first.values("train/reward")), len(other.values("train/reward"))
-    steps = min(lengths)
-    k3 = _measured(first, other, "mismatch/k3", slice(steps))
-    half = _measured(first, other, "train/reward", slice(steps // 2, steps))
+    steps = common_steps([first, other])
+    k3 = _measured(first, other, "mismatch/k3", steps)
+    half = _measured(first, other, "train/reward", steps[len(steps) // 2 :])
     return Contrast(
         first.name,
         other.name,
         first.seed,
         (first.phrase, other.phrase),
-        lengths,
-        steps - k3.shape[1],
+        (len(first.steps), len(other.steps)),
+        len(steps),
+        len(steps) - k3.shape[1],
         _means(k3),
         _interval(k3, lambda means: means[0] / means[1]),
         _medians(k3),
@@ -131,9 +132,15 @@ def contrast(first: ArmRun, other: ArmRun) -> Contrast:
     )
 
 
-def _measured(first: ArmRun, other: ArmRun, metric: str, steps: slice) -> Array:
+def common_steps(runs: Sequence[ArmRun]) -> list[int]:
+    """Return the steps that all of these runs have."""
+    return sorted(set(runs[0].steps).intersection(*(run.steps for run in runs)))
+
+
+def _measured(first: ArmRun, other: ArmRun, metric: str, steps: list[int]) -> Array:
     """Return the metric at the steps where both runs have a number. [2, steps] float64."""
-    both = np.stack([first.values(metric)[steps], other.values(metric)[steps]])
+    chosen = set(steps)
+    both = np.stack([first.values(metric, chosen), other.values(metric, chosen)])
     return both[:, np.isfinite(both).all(axis=0)]
 
 
