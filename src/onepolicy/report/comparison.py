@@ -168,29 +168,36 @@ def _from_to(*values: float) -> str:
 def headline(runs: Sequence[ArmRun]) -> str:
     """Return the title of page and picture: how often k3 is large in each arm.
 
-    Of the steps that all arms of a seed have. Those without a finite k3 are not among the `N`.
+    Only the steps that all arms of a seed have are counted.
     """
     arms: dict[str, list[Array]] = {}
     for run in runs:
-        steps = common_steps([other for other in runs if other.seed == run.seed])
-        arms.setdefault(run.phrase, []).append(finite(run.values("mismatch/k3", steps)))
-    k3 = {phrase: np.concatenate(parts) for phrase, parts in arms.items()}
+        steps = set(common_steps([each for each in runs if each.seed == run.seed]))
+        arms.setdefault(run.phrase, []).append(run.values("mismatch/k3", steps))
+    found = {phrase: np.concatenate(parts) for phrase, parts in arms.items()}
+    k3 = {phrase: finite(values) for phrase, values in found.items()}
     if not all(values.size for values in k3.values()):
         return f"Arms compared: {', '.join(dict.fromkeys(run.name for run in runs))}"
+    lacking = {phrase: values.size - k3[phrase].size for phrase, values in found.items()}
+    unknown = ", ".join(f"{counted(n, 'step')} {phrase}" for phrase, n in lacking.items() if n)
+    if unknown:
+        return f"{_largeness(k3, found, runs)}; without a finite k3: {unknown}"
+    return _largeness(k3, found, runs)
+
+
+def _largeness(k3: dict[str, Array], found: dict[str, Array], runs: Sequence[ArmRun]) -> str:
+    """Return how often k3 is large. k3: the finite ones of `found`, by the phrase of the arm."""
     above = {phrase: int((values > QUIET_KL).sum()) for phrase, values in k3.items()}
-    limit = number(QUIET_KL)
+    limit, every = number(QUIET_KL), "every step of every arm"
+    if any(k3[phrase].size < values.size for phrase, values in found.items()):
+        every = "every other step of every arm"
     if all(values.max() <= HARMLESS_KL for values in k3.values()):
-        return f"k3 is at most {number(HARMLESS_KL)} in every step of every arm, {SMALL}"
+        return f"k3 is at most {number(HARMLESS_KL)} in {every}, {SMALL}"
     if not any(above.values()):
-        return f"k3 is at most {limit} in every step of every arm"
+        return f"k3 is at most {limit} in {every}"
     (phrase, first), *others = above.items()
-    size = k3[phrase].size
-    counts = [f"{first} of {counted(size, 'step')} above {limit} {phrase}"]
-    for phrase, count in others:
-        own = f"{count}"
-        if k3[phrase].size != size:
-            own += f" of {k3[phrase].size}"
-        counts.append(f"{own} {phrase}")
+    counts = [f"{first} of {counted(found[phrase].size, 'step')} above {limit} {phrase}"]
+    counts += [f"{count} {phrase}" for phrase, count in others]
     text = ", ".join(counts)
     if any(run.label for run in runs):
         return f"Replay: {text.replace(' replay', '')}"
@@ -303,11 +310,13 @@ def sentences_of(found: Sequence[Contrast]) -> list[str]:
     texts = []
     for each in found:
         told = [_k3_sentence(each), _reward_sentence(each)]
-        if {*each.lengths} != {each.steps}:
+        if each.steps < max(each.lengths):
+            (one, other), both = each.lengths, each.steps
             told.insert(
                 0,
-                f"{each.first} has {counted(each.lengths[0], 'step')}, {each.other} "
-                f"{each.lengths[1]}: only the {each.steps} that both have are compared.",
+                f"{each.first} has {counted(one, 'step')}, {each.other} {other}: only the {both} of "
+                f"both are compared, {each.first} lacks {other - both} and {each.other} "
+                f"{one - both}.",
             )
         texts += [f"Seed {each.seed}: {text}" if several else text for text in told]
     return texts

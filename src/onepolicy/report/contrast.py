@@ -7,7 +7,7 @@ problems in a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -64,17 +64,13 @@ class ArmRun:
 
     @property
     def steps(self) -> list[int]:
-        """Return the numbers of the steps that trained."""
+        """Return the numbers of its steps. A log may have gaps."""
         return [row["step"] for row in self.rows if "train/reward" in row]
 
-    def values(
-        self, metric: str, steps: Sequence[int] | None = None
-    ) -> Array:  # [steps] float64, NaN where a step has none
-        """Return a metric of these steps, of all by default."""
-        by_step = {row["step"]: row.get(metric) for row in self.rows if "train/reward" in row}
-        if steps is None:
-            steps = self.steps
-        found = [by_step[step] for step in steps]
+    def values(self, metric: str, steps: Collection[int] | None = None) -> Array:
+        """Return a metric of every step, or of these. [steps] float64, NaN for none."""
+        rows = [row for row in self.rows if "train/reward" in row]
+        found = [row.get(metric) for row in rows if steps is None or row["step"] in steps]
         return np.array([math.nan if value is None else value for value in found], dtype=float)
 
     def accuracies(self, metric: str) -> list[float]:
@@ -95,7 +91,7 @@ class Contrast:
     seed: int
     phrases: tuple[str, str]  # the arms as a sentence names them
     lengths: tuple[int, int]  # steps of the first arm and of the other
-    steps: int  # that both have; only those are compared
+    steps: int  # that both have. Only those are compared
     without_k3: int  # steps of both of which one has no finite k3
     k3: tuple[float, float]  # means over all steps, of the first arm and of the other
     k3_ratio: Interval  # first / other
@@ -116,17 +112,17 @@ def contrasts(runs: Sequence[ArmRun]) -> list[Contrast]:
 
 def contrast(first: ArmRun, other: ArmRun) -> Contrast:
     """Compare two runs of the same seed over the steps that both have."""
-    common = common_steps([first, other])
-    k3 = _measured(first, other, "mismatch/k3", common)
-    half = _measured(first, other, "train/reward", common[len(common) // 2 :])
+    steps = common_steps([first, other])
+    k3 = _measured(first, other, "mismatch/k3", steps)
+    half = _measured(first, other, "train/reward", steps[len(steps) // 2 :])
     return Contrast(
         first.name,
         other.name,
         first.seed,
         (first.phrase, other.phrase),
         (len(first.steps), len(other.steps)),
-        len(common),
-        len(common) - k3.shape[1],
+        len(steps),
+        len(steps) - k3.shape[1],
         _means(k3),
         _interval(k3, lambda means: means[0] / means[1]),
         _medians(k3),
@@ -137,13 +133,14 @@ def contrast(first: ArmRun, other: ArmRun) -> Contrast:
 
 
 def common_steps(runs: Sequence[ArmRun]) -> list[int]:
-    """Return the numbers of the steps that all of these runs have."""
-    return sorted(set.intersection(*({*run.steps} for run in runs)))
+    """Return the steps that all of these runs have."""
+    return sorted(set(runs[0].steps).intersection(*(run.steps for run in runs)))
 
 
-def _measured(first: ArmRun, other: ArmRun, metric: str, steps: Sequence[int]) -> Array:
-    """Return the metric at those of the steps where both runs have a number. [2, steps] float64."""
-    both = np.stack([first.values(metric, steps), other.values(metric, steps)])
+def _measured(first: ArmRun, other: ArmRun, metric: str, steps: list[int]) -> Array:
+    """Return the metric at the steps where both runs have a number. [2, steps] float64."""
+    chosen = set(steps)
+    both = np.stack([first.values(metric, chosen), other.values(metric, chosen)])
     return both[:, np.isfinite(both).all(axis=0)]
 
 

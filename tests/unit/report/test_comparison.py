@@ -9,6 +9,7 @@ import pytest
 
 from onepolicy.notation import DASH
 from onepolicy.report.comparison import (
+    figures,
     headline,
     rows_of_table,
     sentences_of,
@@ -158,21 +159,39 @@ def test_arms_of_different_length_are_compared_over_the_shorter():
     rewards = [0.0] * 40 + [1.0] * 20, [0.0] * 20 + [0.5] * 20
     found = both([1e-3] * 60, [1e-5] * 40, *rewards)
     assert found.reward == (0.0, 0.5)
-    words = "off has 60 steps, r3 40: only the 40 that both have are compared."
+    words = "off has 60 steps, r3 40: only the 40 of both are compared, off lacks 0 and r3 20."
     assert sentences_of([found])[0] == words
 
 
-def test_steps_are_paired_by_their_numbers():
-    """A line that is missing from one log leaves the others where they are."""
-    rewards = [0.0, 0.25, 0.5, 0.75, 1.0]
-    first, other = run("off", [1e-3] * 5, rewards), run("r3", [1e-3] * 5, rewards)
-    del other.rows[2]
-    found = contrast(first, other)
-    assert found.reward_difference.value == 0
-    words = "off has 5 steps, r3 4: only the 4 that both have are compared."
+def test_steps_are_paired_by_their_number(tmp_path):
+    """A log lacks steps 2 and 3, the other step 8."""
+    off, r3 = arms([1e-3, 9.0, 9.0, *[1e-3] * 5], [1e-5] * 7 + [9.0])
+    off.rows[:] = [row for row in off.rows if row.get("step") not in (2, 3)]
+    r3.rows[:] = [row for row in r3.rows if row.get("step") != 8]
+    off.rows[-2]["mismatch/k3"] = 9.0  # of step 8
+    found = contrast(off, r3)
+    assert (found.lengths, found.steps) == ((6, 7), 5)
+    assert found.k3 == pytest.approx((1e-3, 1e-5))
+    words = "off has 6 steps, r3 7: only the 5 of both are compared, off lacks 2 and r3 1."
     assert sentences_of([found])[0] == words
-    long, short = run("off", [2e-3] * 40, [0.5] * 40), run("r3", [2e-3] * 3 + [None], [0.5] * 4)
-    assert headline([long, short]) == "k3: 4 of 4 steps above 1e-3 in off, 3 of 3 in r3"
+    assert headline([off, r3]) == "k3 is at most 1e-3 in every step of every arm"
+    dots = figures([off, r3])[0].data[0]
+    assert list(dots["x"]) == [1, 4, 5, 6, 7, 8]
+
+
+def test_the_headline_counts_the_steps_of_all_arms():
+    """A run that stopped, and one whose k3 was infinite, which is null in its log."""
+    short = arms([2e-3] * 3 + [1e-5] * 37 + [2e-3] * 360, [1e-5] * 40)
+    assert headline(short) == "Replay: 3 of 40 steps above 1e-3 without, 0 with"
+    infinite = arms([2e-3] * 3 + [None] * 2 + [1e-5] * 35, [1e-5] * 39 + [None])
+    assert headline(infinite) == (
+        "Replay: 3 of 40 steps above 1e-3 without, 0 with; without a finite k3: 2 steps without "
+        "replay, 1 step with replay"
+    )
+    assert headline(arms([2e-4] * 8, [1e-5] * 7 + [None])) == (
+        "k3 is at most 1e-3 in every other step of every arm; without a finite k3: 1 step with "
+        "replay"
+    )
 
 
 def test_table_has_first_and_last_tenths_and_leaves_holes_empty():

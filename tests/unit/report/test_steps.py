@@ -22,7 +22,7 @@ LABELS = {"off": "without replay", "r3": "with replay"}
 
 def run(name, k3, norm=1.0, seed=0):
     row = {"train/reward": 0.5, "train/grad_norm": norm}
-    rows = [row | {"step": step, "mismatch/k3": value} for step, value in enumerate(k3, 1)]
+    rows = [row | {"step": at, "mismatch/k3": value} for at, value in enumerate(k3, 1)]
     return ArmRun(name, seed, rows, LABELS.get(name, ""))
 
 
@@ -35,7 +35,7 @@ def test_a_zero_is_a_tick_at_the_edge_and_no_line_leads_to_it():
     """The gradient norm of a step without signal is 0, which a log axis does not have."""
     norms = [2.0, 0.0] * 40
     row = {"train/reward": 0.5, "mismatch/k3": 1e-3}
-    rows = [row | {"step": step, "train/grad_norm": norm} for step, norm in enumerate(norms, 1)]
+    rows = [row | {"step": at, "train/grad_norm": norm} for at, norm in enumerate(norms, 1)]
     figure = drawn(ArmRun("off", 0, rows), run("r3", [1e-5] * 80))["grad_norm"]
     dots, mean = figure.data[:2]
     assert dots["marker"]["symbol"] == ["circle", "line-ns-open"] * 40
