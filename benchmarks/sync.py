@@ -42,8 +42,8 @@ from onepolicy.config import (
     VLLMServerConfig,
 )
 from onepolicy.interfaces import RolloutEngine
+from onepolicy.models.checksum import ChecksumAccumulator
 from onepolicy.rollout.remote.engine import RemoteEngine
-from onepolicy.sync.checksum import ChecksumAccumulator
 
 CPU = torch.device("cpu")
 MAX_LEN = 128

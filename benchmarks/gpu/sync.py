@@ -16,9 +16,9 @@ from gpu.models import make, moe
 from torch import Tensor
 
 from onepolicy.models.checkpoint_names import CheckpointNames
+from onepolicy.models.checksum import ChecksumAccumulator
 from onepolicy.sync.broadcast import BUCKET_BYTES
 from onepolicy.sync.buckets import flatten_tensors, split_into_buckets, unflatten_bucket
-from onepolicy.sync.checksum import ChecksumAccumulator
 from onepolicy.sync.push import SentTensors
 
 TARGET = 50.0  # GB/s

@@ -18,11 +18,11 @@ from safetensors.numpy import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from onepolicy.config import ModelConfig, TrainingError, VLLMServerConfig
+from onepolicy.models.checksum import ChecksumAccumulator, describe_difference
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.remote.engine import RemoteEngine
 from onepolicy.rollout.vllm.worker import model_shape
 from onepolicy.sync.broadcast import Receiver
-from onepolicy.sync.checksum import ChecksumAccumulator, describe_difference
 from onepolicy.sync.weight_files import read_weights
 from onepolicy.types import Sampling
 from support.http_server import Reply, Request, Server

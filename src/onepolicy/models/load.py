@@ -33,6 +33,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.config.input_files import check_model_path
 from onepolicy.errors import short_repr
+from onepolicy.models.checksum import weights_checksum
 from onepolicy.models.foreign import (
     MAX_LAYERS,
     check_counts,
@@ -41,7 +42,7 @@ from onepolicy.models.foreign import (
     refuse_holes_in,
     refuse_large_shapes,
 )
-from onepolicy.models.lora import NF4, base_path, merge_adapter, read_header
+from onepolicy.models.lora import BASE, NF4, base_path, merge_adapter, read_header
 from onepolicy.tokenizer_trial import try_tokenizers
 
 WORD_LIST = 2**20  # bytes of a list of words, at most
@@ -218,14 +219,33 @@ def _merged(model: ModelConfig, device: torch.device) -> PreTrainedModel:
             raise UsageError(f"model.path: {adapter} names itself as its base; name a model there")
         seen.add(adapter.resolve())
         adapter = Path(base_path(adapter))
-    adapter = Path(model.path)
-    base = model.model_copy(update={"path": base_path(adapter)})
-    whole = load_model(base, torch.float32, device)
-    if NF4 in read_header(adapter):
+    return merge_adapter(load_base(model, device), Path(model.path))
+
+
+def load_base(model: ModelConfig, device: torch.device) -> PreTrainedModel:
+    """Return the frozen weights of an adapter in float32, rounded as its run had them.
+
+    model: the adapter. A run in bfloat16 rounded its base when it loaded it, and one with
+    train.lora.base = nf4 to 4 bits. The checksum in the adapter's file is of what it had. Raises
+    UsageError if the base is another one.
+    """
+    folder = Path(model.path)
+    path, header = base_path(folder), read_header(folder)
+    base = load_model(model.model_copy(update={"path": path}), torch.float32, device)
+    if NF4 in header:
         from onepolicy.models.nf4 import restore_base
 
-        restore_base(whole, adapter)
-    return merge_adapter(whole, adapter)
+        restore_base(base, folder)
+    trained_on = header.get(BASE)
+    if trained_on in (None, weights_checksum(base.state_dict().items())):
+        return base
+    cast_model(base, torch.bfloat16)
+    if weights_checksum(base.state_dict().items()) != trained_on:
+        raise UsageError(
+            f"{folder}: the weights in {path} are not those that this adapter was trained on (its "
+            f"checksum of them is {trained_on}); restore them"
+        )
+    return cast_model(base, torch.float32)
 
 
 def dequantisation_of(model: ModelConfig, config: PreTrainedConfig) -> dict[str, Any]:

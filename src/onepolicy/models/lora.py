@@ -43,6 +43,8 @@ Factors = dict[str, tuple[Tensor, Tensor]]
 WRAPPED = ".base_layer"  # part of a tensor's name for every layer of peft around its module
 STORED = re.compile(r"\.parametrizations\.(\w+)\.original$")
 """The end of a tensor's name if the weight is stored in another format (models/nf4.py)."""
+BASE = "base_checksum"
+"""In the header of an adapter's file: the checksum of the frozen weights as its run had them."""
 NF4 = "nf4"
 """In the header of an adapter's file: the weights of its base in nf4, and the others' dtype."""
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from onepolicy.config import TrainingError
+from onepolicy.models.checksum import ChecksumAccumulator, ChecksumTable, describe_difference
 from onepolicy.sync.buckets import (
     bucket_offsets,
     flatten_tensors,
@@ -40,7 +41,6 @@ from onepolicy.sync.buckets import (
     split_into_buckets,
     unflatten_bucket,
 )
-from onepolicy.sync.checksum import ChecksumAccumulator, ChecksumTable, describe_difference
 from onepolicy.sync.group import (
     join_store,
     local_address,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import TrainingError
-from onepolicy.sync.checksum import ChecksumTable
+from onepolicy.models.checksum import ChecksumTable
 
 ALIGN = 16  # [bytes]; a tensor of any dtype may start here
 

@@ -14,11 +14,10 @@ from transformers import PreTrainedModel
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.files import write_folder
 from onepolicy.models import lora
-from onepolicy.models.load import cast_model, context_length, foreign_files, load_model
+from onepolicy.models.load import context_length, foreign_files, load_base
 from onepolicy.sync.canary import canary_prompts
 from onepolicy.sync.truth import merge_loss
 from onepolicy.train import checkpoint
-from onepolicy.train.lora import BASE, weights_checksum
 
 ADAPTER_FILES = (lora.CONFIG, lora.WEIGHTS)
 NOT_COPIED = (checkpoint.STATE, "config.json")
@@ -61,8 +60,9 @@ def export_merged(folder: Path, out: Path, dtype: torch.dtype) -> tuple[int, Mer
     is not the one that the adapter was trained on.
     """
     checkpoint.verify(folder)
-    with foreign_files("the adapter", ModelConfig(path=str(folder)), limited=False):
-        model = _load_base(folder)
+    adapter = ModelConfig(path=str(folder))
+    with foreign_files("the adapter", adapter, limited=False):
+        model = load_base(adapter, torch.device("cpu"))
         tuner = lora.put_adapter(model, folder)
     loss = _merge_loss(model, dtype)
     merged = lora.merge(tuner)
@@ -75,31 +75,6 @@ def export_merged(folder: Path, out: Path, dtype: torch.dtype) -> tuple[int, Mer
         checkpoint.write_index(writing)
         _copy_tokenizer(folder, writing)
     return sum(parameter.nbytes for parameter in merged.parameters()), loss
-
-
-def _load_base(folder: Path) -> PreTrainedModel:
-    """Return the frozen weights of the run in float32, rounded as the run had them.
-
-    A run in bfloat16 rounded its base when it loaded it, and one with train.lora.base = nf4 to
-    4 bits. The checksum is of what it had.
-    """
-    path = lora.base_path(folder)
-    model = load_model(ModelConfig(path=path), torch.float32, torch.device("cpu"))
-    header = lora.read_header(folder)
-    if lora.NF4 in header:
-        from onepolicy.models.nf4 import restore_base
-
-        restore_base(model, folder)
-    trained_on = header.get(BASE)
-    if trained_on is None or weights_checksum(model.state_dict().items()) == trained_on:
-        return model
-    cast_model(model, torch.bfloat16)
-    if weights_checksum(model.state_dict().items()) != trained_on:
-        raise UsageError(
-            f"{folder}: the weights in {path} are not those that this adapter was trained on (its "
-            f"checksum of them is {trained_on}); restore them"
-        )
-    return cast_model(model, torch.float32)
 
 
 @torch.no_grad()

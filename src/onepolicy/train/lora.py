@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -16,12 +15,10 @@ from transformers import PreTrainedModel
 from onepolicy.config import UsageError
 from onepolicy.config.lora import LoraConfig
 from onepolicy.models import lora
-from onepolicy.sync.checksum import ChecksumAccumulator
+from onepolicy.models.checksum import weights_checksum
 from onepolicy.train.scorer import PolicyScorer
 from onepolicy.train.update_parts import UpdatePart
 from onepolicy.types import TokenBatch
-
-BASE = "base_checksum"  # in the header of the adapter's file
 
 
 class Adapter:
@@ -64,7 +61,7 @@ class Adapter:
 
     def metadata(self) -> dict[str, str]:
         """Return the header of an adapter's file."""
-        header = {"format": "pt", BASE: self.base_checksum}
+        header = {"format": "pt", lora.BASE: self.base_checksum}
         if self.stored_names:
             dtype = str(self.model.dtype).removeprefix("torch.")
             header[lora.NF4] = json.dumps({"dtype": dtype, "weights": self.stored_names})
@@ -91,21 +88,13 @@ class Adapter:
         targets.
         """
         path = folder / lora.WEIGHTS
-        trained_on = lora.read_header(folder).get(BASE)
+        trained_on = lora.read_header(folder).get(lora.BASE)
         if trained_on not in (None, self.base_checksum):
             raise UsageError(
                 f"model.path: its weights are not those that the adapter in {folder} was trained "
                 f"on (checksum {self.base_checksum}, the adapter's is {trained_on}); restore them"
             )
         lora.set_adapter(self.model, load_file(path), str(folder))
-
-
-def weights_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a checksum of named tensors: their names, dtypes, shapes and bytes."""
-    sums = ChecksumAccumulator()
-    for name, tensor in tensors:
-        sums.add(name, tensor)
-    return hashlib.sha256(json.dumps(sums.pop_all(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_start(folder: Path, config: LoraConfig | None) -> None:

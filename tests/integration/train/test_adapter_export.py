@@ -89,6 +89,9 @@ def test_base_and_adapter_are_merged(trained, policy, tmp_path, capsys, trained_
     base = opened(policy, trained_in).float()
     expected = logp(PeftModel.from_pretrained(base, adapter))
     torch.testing.assert_close(logp(opened(whole)), expected, atol=1e-4, rtol=0)
+    own = ModelConfig(path=str(last_checkpoint(run)))  # what `eval` and `measure` load
+    found = load_model(own, torch.float32, torch.device("cpu")).state_dict()
+    assert all(torch.equal(found[n], each) for n, each in opened(whole).state_dict().items())
     capsys.readouterr()
     rounded = exported(run, tmp_path / "bfloat16")
     assert "nats; merged into bfloat16 it moves them" in said(capsys)
@@ -118,8 +121,9 @@ def test_another_base_is_refused(trained, base, tmp_path, capsys):
     model.model.embed_tokens.weight.data[0] += 1
     try:
         model.save_pretrained(base)
-        assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 2
+        for command in (["export", str(run), "--out", str(tmp_path / "out")], ["eval", str(run)]):
+            assert main(command) == 2
+            assert "not those that this adapter was trained on" in said(capsys)
     finally:
         (base / "model.safetensors").write_bytes(whole)
-    assert "not those that this adapter was trained on" in said(capsys)
     assert not (tmp_path / "out").exists()

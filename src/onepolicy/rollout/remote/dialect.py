@@ -17,12 +17,12 @@ from transformers import PreTrainedConfig
 from onepolicy.config import ModelConfig, QuantFormat, ServerEngineConfig
 from onepolicy.config.lora import LoraConfig
 from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
+from onepolicy.models.checksum import ChecksumTable
 from onepolicy.models.quant.size_report import SizeReport
 from onepolicy.replay.checks import RouteSpec
 from onepolicy.rollout.remote.bodies import MAX_REPLY_BYTES
 from onepolicy.rollout.remote.client import OtherWeights, RequestGate, make_clients
 from onepolicy.rollout.remote.replies import AdapterLimits
-from onepolicy.sync.checksum import ChecksumTable
 from onepolicy.sync.weight_files import INDEX, WeightFiles, num_files
 from onepolicy.types import Completion, Sampling
 

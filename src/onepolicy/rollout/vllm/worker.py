@@ -12,6 +12,7 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from onepolicy.config import TrainingError
+from onepolicy.models.checksum import ChecksumAccumulator, ChecksumTable, describe_difference
 from onepolicy.rollout.remote.replies import AdapterLimits
 from onepolicy.rollout.vllm.compatibility import Deployment, deployment_of
 from onepolicy.rollout.vllm.quant import PartTensors, measure_part_tensors
@@ -19,7 +20,6 @@ from onepolicy.rollout.vllm.served_adapter import AdapterFiles, adapter_limits
 from onepolicy.rollout.vllm.start import has_monolithic_kernel, head_dtypes
 from onepolicy.rollout.vllm.weights import abort_reload, finish_reload, reload_weights
 from onepolicy.sync.broadcast import Receiver
-from onepolicy.sync.checksum import ChecksumAccumulator, ChecksumTable, describe_difference
 from onepolicy.sync.weight_files import read_weights
 
 SHAPE_FIELDS = (

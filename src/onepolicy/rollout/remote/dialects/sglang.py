@@ -12,6 +12,7 @@ from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageErro
 from onepolicy.config.lora import LoraConfig
 from onepolicy.errors import short_repr
 from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
+from onepolicy.models.checksum import ChecksumTable
 from onepolicy.rollout.remote.client import EngineClient, RequestGate
 from onepolicy.rollout.remote.dialect import Dialect, PlaceAdapter, Request
 from onepolicy.rollout.remote.dialects import sglang_weights as sync
@@ -24,7 +25,6 @@ from onepolicy.rollout.remote.dialects.sglang_replies import (
     uses_top_k_or_top_p,
 )
 from onepolicy.rollout.remote.replies import Reply, check_success
-from onepolicy.sync.checksum import ChecksumTable
 from onepolicy.sync.weight_files import num_files
 from onepolicy.types import Completion, Sampling
 

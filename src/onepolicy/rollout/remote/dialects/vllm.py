@@ -16,6 +16,7 @@ from torch import Tensor
 from onepolicy.config import ModelConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.config.lora import LoraConfig
 from onepolicy.interfaces import AdapterSource, EngineCaps, NamedWeights
+from onepolicy.models.checksum import ChecksumAccumulator, ChecksumTable
 from onepolicy.replay.payloads.vllm import RoutePayloadFormat
 from onepolicy.rollout.remote.client import EngineClient, RequestGate
 from onepolicy.rollout.remote.dialect import Dialect, PlaceAdapter, Request
@@ -32,7 +33,6 @@ from onepolicy.rollout.vllm.adapter import layer_names
 from onepolicy.rollout.vllm.engine import check_temperature
 from onepolicy.rollout.vllm.served_adapter import CONFIG, WEIGHTS
 from onepolicy.sync.broadcast import Sender
-from onepolicy.sync.checksum import ChecksumAccumulator, ChecksumTable
 from onepolicy.sync.group import run_in_daemon_thread
 from onepolicy.sync.weight_files import WeightFiles, num_files
 from onepolicy.types import Completion, Sampling

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onepolicy.config import TrainingError
-from onepolicy.sync import checksum as module
-from onepolicy.sync.checksum import LEVELS, WIDTH, ChecksumAccumulator, describe_difference
+from onepolicy.models import checksum as module
+from onepolicy.models.checksum import LEVELS, WIDTH, ChecksumAccumulator, describe_difference
 
 
 def by_hand(data: bytes, key: bytes) -> int:

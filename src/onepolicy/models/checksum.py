@@ -12,6 +12,7 @@ not a cryptographic signature.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -85,6 +86,14 @@ class ChecksumAccumulator:
             if len(words) <= 1:
                 break
         return words.sum()
+
+
+def weights_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a checksum of named tensors: their names, dtypes, shapes and bytes."""
+    sums = ChecksumAccumulator()
+    for name, tensor in tensors:
+        sums.add(name, tensor)
+    return hashlib.sha256(json.dumps(sums.pop_all(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def describe_difference(sent: ChecksumTable, received: ChecksumTable) -> str | None:
