@@ -203,7 +203,7 @@ class DumpAccumulator:
     histogram: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
     steps: dict[int, Statistics] = field(default_factory=dict)  # empty without a step column
     rewards: dict[int, Mean] = field(default_factory=dict)  # of rows, by step
-    newest: dict[int, int] = field(default_factory=dict)  # step, or file: newest weight version
+    newest: dict[int, int] = field(default_factory=dict)  # step: newest weight version
     ages: AgeStats = field(default_factory=AgeStats)  # empty if the dump has no ages
     nonfinite: LeftOut = field(default_factory=LeftOut)  # tokens that are left out
     sample: RowSample = field(default_factory=lambda: RowSample(DIAGNOSED, SAMPLE_TOKENS, FEW_ROWS))
@@ -221,15 +221,14 @@ class DumpAccumulator:
         self.rows, self.entries = self.rows + rows, self.entries + len(mask)
         self.nonfinite += block.left_out
         self._add_rewards(steps, columns.get("reward"))
-        alike = columns.get("step", np.full(rows, block.file))  # rows that are compared
-        self._add_newest_versions(block, alike)
+        self._add_newest_versions(block, steps)
         if not mask.any():
             return
         self._add_logps(block, steps)
-        self.sample.add(block, alike)
+        self.sample.add(block, steps)
         if "routes_rollout" in columns:
             self._add_routes(block)
-            self.routes_sample.add(block, alike)
+            self.routes_sample.add(block, steps)
         if "support_ids" in columns:
             self.supports = self.supports or SupportCounts()
             self.supports.add(block)

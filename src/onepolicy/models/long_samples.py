@@ -51,6 +51,7 @@ def check_long_samples(model: ModelConfig, config: PreTrainedConfig, max_len: in
         )
     window, kinds = getattr(text, "sliding_window", None), layer_kinds(text)
     slides = not kinds or any("sliding" in kind for kind in kinds)
+    slides = slides and getattr(text, "use_sliding_window", True)
     if not window or not slides or max_len <= window:
         return
     if not any(_hands_window_on(module) for module in empty_model(model).modules()):

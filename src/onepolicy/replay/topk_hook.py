@@ -423,6 +423,6 @@ class TopkReplayer(TopkHook):
             return answer(func, scores, groups_of(self._target, router))
         out = func(*args, **(kwargs or {}))
         wanted = self._soft is not None and not self._selected
-        if wanted and func in PROBABILITIES and out.shape[-1] == router.num_experts:
+        if wanted and func in PROBABILITIES and out.shape[-1:] == (router.num_experts,):
             self._probabilities = flat(out.detach())
         return out

@@ -48,7 +48,8 @@ def digest_problems(config: RunConfig) -> dict[str, Any]:
 def find_changed_problems(config: RunConfig, saved: Mapping[str, Any]) -> list[str]:
     """Return the files of problems that are not as an earlier `digest_problems` saw them.
 
-    A run of an older version has no digests.
+    A run of an older version has no digests. A file that is gone is named as the task is made.
     """
     now = digest_problems(config)
-    return [path for path in now if path in saved and now[path] != saved[path]]
+    there = [path for path in now if path in saved and Path(path).is_file()]
+    return [path for path in there if now[path] != saved[path]]

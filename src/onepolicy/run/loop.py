@@ -228,11 +228,12 @@ class TrainingLoop:
 def clean_folder(run: Path, step: int) -> None:
     """Remove unfinished checkpoints, and rows and probe files of steps after `step`.
 
-    A finished run that is trained on loses its summary, which says that a run has finished.
+    A finished run that is trained on loses summary and report, which say that it has finished.
     """
     with run_folder.convert_write_errors(run):
         checkpoint.remove_unfinished(run)
-        (run / run_folder.SUMMARY).unlink(missing_ok=True)
+        for name in (run_folder.SUMMARY, "report.html"):
+            (run / name).unlink(missing_ok=True)
         truncate_after(run, step)
         run_folder.drop_probes_after(run, step)
 

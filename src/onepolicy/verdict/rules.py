@@ -354,7 +354,8 @@ def _correct_age(
     name, setting, predicted = _correction(gap, forecasts)
     sentence = (
         f"{number(gap.k3)} nats a token{since}, most of it because older weights sampled: correct "
-        f"it with {name}. If training suffers: {YOUNGER[0].lower()}{YOUNGER[1:]}."
+        f"it with {name}. If training suffers: {YOUNGER[0].lower()}{YOUNGER[1:]}. If this run does "
+        "not sample while it learns, a server missed updates."
     )
     return Verdict("correct", ("age",), sentence, setting, tuple(basis), forecasts, predicted)
 

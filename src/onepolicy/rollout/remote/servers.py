@@ -66,6 +66,7 @@ class ServerFleet(Fleet[RemoteEngine]):
         super().__init__([Member(url, make(url)) for url in urls()], SLACK)
         self._make, self._urls = make, urls
         self._doubt = ""  # why the completions since the last recovery may not be used
+        self._updates = 0  # begun
 
     async def start(self, path: str) -> None:
         """Connect all servers and load the checkpoint at `path` into them.
@@ -83,9 +84,11 @@ class ServerFleet(Fleet[RemoteEngine]):
         sampling: Sampling,
         seed: int,
     ) -> Completion:
-        if time.monotonic() - member.last_used > IDLE_S:
+        updating = self.version < 0  # it confirms by itself
+        if not updating and time.monotonic() - member.last_used > IDLE_S:
             if member.check is None or member.check.done():  # all requests await one check
                 member.check = asyncio.create_task(self._confirm(member))
+                member.check.add_done_callback(_retrieve)
             await asyncio.shield(member.check)
         completion = await member.engine.generate(prompt_ids, sampling, seed=seed)
         member.last_used = time.monotonic()
@@ -93,9 +96,17 @@ class ServerFleet(Fleet[RemoteEngine]):
         return completion
 
     async def _confirm(self, member: Member[RemoteEngine]) -> None:
-        """Confirm the weights of a server, and so the completions that it has returned."""
-        served = member.served
-        await member.engine.confirm_weights()
+        """Confirm the weights of a server, and so the completions that it has returned.
+
+        While an update goes on, their name in the server may be ahead of ours.
+        """
+        served, updates = member.served, self._updates
+        try:
+            await member.engine.confirm_weights()
+        except OtherWeights:
+            if updates == self._updates:
+                raise
+            return
         member.confirmed = max(member.confirmed, served)
         member.last_used = time.monotonic()
 
@@ -160,6 +171,7 @@ class ServerFleet(Fleet[RemoteEngine]):
     ) -> None:
         """Load weights of this version into the members. ready: they may then have requests."""
         self._placement.forget()
+        self._updates += 1
         self.version = -1
         await self._on_each(members, load)
         for member in members:
@@ -231,3 +243,9 @@ class ServerFleet(Fleet[RemoteEngine]):
         """Return the sums of the servers' metrics since the last call, and their number."""
         always = {"rollout/requests_repeated": 0, "rollout/servers": len(self._members)}
         return always | super().take_metrics()
+
+
+def _retrieve(check: asyncio.Task[None]) -> None:
+    """Take the error of a check that no request awaits any more: the next one makes another."""
+    if not check.cancelled():
+        check.exception()
