@@ -314,8 +314,8 @@ def sentences_of(found: Sequence[Contrast]) -> list[str]:
             (one, other), both = each.lengths, each.steps
             told.insert(
                 0,
-                f"{each.first} has {counted(one, 'step')}, {each.other} {other}: only the {both} of "
-                f"both are compared, {each.first} lacks {other - both} and {each.other} "
+                f"{each.first} has {counted(one, 'step')}, {each.other} {other}: only the {both} "
+                f"of both are compared, {each.first} lacks {other - both} and {each.other} "
                 f"{one - both}.",
             )
         texts += [f"Seed {each.seed}: {text}" if several else text for text in told]
