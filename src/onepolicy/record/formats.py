@@ -33,6 +33,7 @@ from onepolicy.record.schema import (
     select_columns,
     unique_pairs,
 )
+from onepolicy.record.trainers import ROW_MASKS
 
 BLOCK_TOKENS = 2**18
 LONGEST_NAME = 100  # of a framework, in the metadata of a file
@@ -242,11 +243,25 @@ def row_arrays(
             state = "there, but row 0 lacks it" if present else "missing, but row 0 has it"
             raise UsageError(f"{source}: row {index}, column {ours}: {state}")
     arrays = {ours: _json_array(source, index, ours, row[name]) for ours, name in selected.items()}
+    row_mask = ROW_MASKS.get(selected["mask"])
+    if row_mask in row and not _flag(source, index, row_mask, row[row_mask]):
+        arrays["mask"] = np.zeros_like(arrays["mask"])
     if arrays["tokens"].ndim == 0:
         raise UsageError(
             f"{source}: row {index}, column tokens: is a number; expected a list of token ids"
         )
     return arrays
+
+
+def _flag(source: str, index: int, name: str, value: Any) -> bool:
+    """Return the 0 or 1 of a row, which may stand in a list."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if value not in (0, 1):
+        raise UsageError(
+            f"{source}: row {index}, column {name}: is {short_repr(value)}; expected 0 or 1"
+        )
+    return bool(value)
 
 
 def _json_array(source: str, index: int, name: str, value: Any) -> Array:
