@@ -170,8 +170,8 @@ GATE_RULES: tuple[Rule[Gate], ...] = (
         lambda gate: gate.when == "toward" and not STATISTICS[gate.statistic].signed,
     ),
     error(
-        "{setting}: a budget is a bound `high` on the mean of a non-negative statistic; set high "
-        "alone, when = always, and such a statistic",
+        "{setting}: a budget is a bound `high` on the mean of a non-negative distance; set high "
+        "alone, when = always, and such a statistic, as k2 or k3",
         lambda gate: gate.aggregate == "budget" and not gate.bounds_a_mean,
     ),
     error(
@@ -222,8 +222,9 @@ class Gate(Bounds):
 
     @property
     def bounds_a_mean(self) -> bool:
-        """True if it is a bound `high` alone, always, on a statistic that is never below 0."""
-        return self.limits.least == 0 and self.low is None and self.when == "always"
+        """True if it is a bound `high` alone, always, on a distance, which is never below 0."""
+        unsigned = self.limits.least == 0 and not STATISTICS[self.statistic].signed
+        return unsigned and self.low is None and self.when == "always"
 
     @property
     def label(self) -> str:

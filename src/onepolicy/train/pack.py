@@ -108,15 +108,13 @@ def samples_of_groups(batch: TokenBatch) -> dict[int, list[int]]:
 def minibatches(batch: TokenBatch, count: int) -> list[list[int]]:
     """Return the sample indices of each optimiser step.
 
-    Whole groups are dealt in order into `count` equal parts; the last part also has the remainder.
+    Whole groups are dealt in order into `count` parts, whose numbers of groups differ by 1 at most.
     A step with fewer groups than `count` has one minibatch per group.
     """
     groups = batch.group.unique_consecutive().tolist()
     count = min(count, len(groups))  # dynamic sampling may find fewer groups than asked for
-    size = len(groups) // count
-    samples_of = samples_of_groups(batch)
-    starts = [size * i for i in range(count)]
-    parts = [groups[start : start + size] for start in starts[:-1]] + [groups[starts[-1] :]]
+    samples_of, n = samples_of_groups(batch), len(groups)
+    parts = [groups[n * i // count : n * (i + 1) // count] for i in range(count)]
     return [[sample for group in part for sample in samples_of[group]] for part in parts]
 
 

@@ -97,6 +97,13 @@ def test_minibatches_keep_groups_whole(parts, groups_per_part, size):
     assert all(len(part) == groups_per_part * size for part in chosen)
 
 
+def test_a_remainder_is_spread_over_the_minibatches():
+    groups = [Group(g, unrouted(3)) for g in range(31)]
+    chosen = minibatches(pack(groups), 16)
+    assert [len(part) for part in chosen] == [1, *[2] * 15]
+    assert [s for part in chosen for s in part] == list(range(31))
+
+
 def test_fewer_groups_than_minibatches_take_fewer():
     groups = [Group(g, unrouted(3)) for g in range(2)]
     assert minibatches(pack(groups), 3) == [[0], [1]]
