@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from onepolicy.errors import UsageError
 from onepolicy.npy import InvalidNpyError, parse_npy
 from onepolicy.record.schema import (
+    BLOCK_ENTRIES,
     BLOCK_ROWS,
     COLUMNS,
     Array,
@@ -301,11 +302,16 @@ def read_arrays(
     """Yield the blocks of a dump of arrays, padded or flat."""
     arrays = _DumpArrays(source, shapes, mapping, open_column)
     rows, ends = len(arrays.lengths), arrays.ends
-    start = 0
+    entries = arrays.entries().cumsum()
+    start, before, entries_before = 0, 0, 0.0
     while start < rows:
-        before = int(ends[start] - arrays.lengths[start])
-        stop = max(start + 1, int(np.searchsorted(ends, before + BLOCK_TOKENS, side="right")))
-        stop = min(stop, start + BLOCK_ROWS)
+        stop = min(
+            int(np.searchsorted(ends, before + BLOCK_TOKENS, side="right")),
+            int(np.searchsorted(entries, entries_before + BLOCK_ENTRIES, side="right")),
+            start + BLOCK_ROWS,
+        )
+        stop = max(start + 1, stop)
+        before, entries_before = int(ends[stop - 1]), float(entries[stop - 1])
         yield RawBlock(start, arrays.read_rows(start, stop), stop / rows)
         start = stop
 
@@ -362,6 +368,19 @@ class _DumpArrays:
                 f"{self.source}: column {theirs}: shape {list(shape)}, expected [{expected}{more}]"
             )
         return per_row
+
+    def entries(self) -> Array:
+        """Return the entries of all columns of each row, [S] float64."""
+        found = np.zeros(len(self.lengths))
+        for ours, theirs in self.selected.items():
+            size = math.prod(self.shapes[theirs])
+            if self.per_row[ours] or not self.flat:
+                found += size / max(1, len(found))
+            elif COLUMNS[ours].per == "support":
+                found += self.set_sizes
+            else:
+                found += self.lengths * (size / max(1, self.tokens))
+        return found
 
     def read_rows(self, start: int, stop: int) -> dict[str, RaggedColumn]:
         """Read all columns of the rows [start, stop)."""

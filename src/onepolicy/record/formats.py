@@ -18,6 +18,7 @@ from onepolicy.bounded import Message
 from onepolicy.errors import UsageError, short_repr
 from onepolicy.record.arrays import first_line, read_npz, read_pt, read_safetensors
 from onepolicy.record.schema import (
+    BLOCK_ENTRIES,
     BLOCK_ROWS,
     COLUMNS,
     FRAMEWORK_KEY,
@@ -32,12 +33,11 @@ from onepolicy.record.schema import (
     select_columns,
     unique_pairs,
 )
+from onepolicy.record.trainers import ROW_MASKS
 
 BLOCK_TOKENS = 2**18
 LONGEST_NAME = 100  # of a framework, in the metadata of a file
 PARQUET_ROWS = 64
-PARQUET_ENTRIES = 2**22
-"""Entries of all columns that are decoded at once, approximately, in at most PARQUET_ROWS rows."""
 
 
 def read_files(files: list[str], mapping: dict[str, str]) -> Iterator[Message | None]:
@@ -118,7 +118,7 @@ def _check_version(path: Path, version: bytes | None) -> None:
 
 
 def _parquet_batches(file: Any, wanted: list[str]) -> Iterator[Any]:
-    """Return batches of rows that have about PARQUET_ENTRIES entries, but at least one row.
+    """Return batches of rows that have about BLOCK_ENTRIES entries, but at least one row.
 
     The longest of the first rows decides. They are read one by one. The file's own counts would be
     cheaper, but asking for them aborts the process if they are damaged.
@@ -126,7 +126,7 @@ def _parquet_batches(file: Any, wanted: list[str]) -> Iterator[Any]:
     first = itertools.islice(file.iter_batches(1, columns=wanted, use_threads=False), PARQUET_ROWS)
     sizes = [sum(_entries(batch.column(name)) for name in wanted) for batch in first]
     longest = max(1, max(sizes, default=1))
-    rows = max(1, min(PARQUET_ROWS, PARQUET_ENTRIES // longest))
+    rows = max(1, min(PARQUET_ROWS, BLOCK_ENTRIES // longest))
     batches: Iterator[Any] = file.iter_batches(rows, columns=wanted, use_threads=False)
     return batches
 
@@ -187,7 +187,7 @@ def read_jsonl(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:
     size = max(path.stat().st_size, 1)
     rows: list[dict[str, Array]] = []
     selected: dict[str, str] = {}
-    first = tokens = done = 0
+    first = tokens = entries = done = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             done += len(line)
@@ -199,9 +199,11 @@ def read_jsonl(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:
                 selected = select_columns(str(path), row.keys(), mapping)
             rows.append(row_arrays(str(path), index, row, selected, mapping))
             tokens += rows[-1]["tokens"].size
-            if tokens >= BLOCK_TOKENS or len(rows) >= BLOCK_ROWS:
+            entries += sum(array.size for array in rows[-1].values())
+            full = tokens >= BLOCK_TOKENS or entries >= BLOCK_ENTRIES
+            if full or len(rows) >= BLOCK_ROWS:
                 yield block_from_rows(str(path), first, rows, done / size)
-                first, tokens, rows = first + len(rows), 0, []
+                first, tokens, entries, rows = first + len(rows), 0, 0, []
     if rows:
         yield block_from_rows(str(path), first, rows, 1.0)
 
@@ -241,11 +243,25 @@ def row_arrays(
             state = "there, but row 0 lacks it" if present else "missing, but row 0 has it"
             raise UsageError(f"{source}: row {index}, column {ours}: {state}")
     arrays = {ours: _json_array(source, index, ours, row[name]) for ours, name in selected.items()}
+    row_mask = ROW_MASKS.get(selected["mask"])
+    if row_mask in row and not _flag(source, index, row_mask, row[row_mask]):
+        arrays["mask"] = np.zeros_like(arrays["mask"])
     if arrays["tokens"].ndim == 0:
         raise UsageError(
             f"{source}: row {index}, column tokens: is a number; expected a list of token ids"
         )
     return arrays
+
+
+def _flag(source: str, index: int, name: str, value: Any) -> bool:
+    """Return the 0 or 1 of a row, which may stand in a list."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if value not in (0, 1):
+        raise UsageError(
+            f"{source}: row {index}, column {name}: is {short_repr(value)}; expected 0 or 1"
+        )
+    return bool(value)
 
 
 def _json_array(source: str, index: int, name: str, value: Any) -> Array:

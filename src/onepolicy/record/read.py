@@ -111,10 +111,14 @@ def _blocks(
         lists = (*ROUTES, *SUPPORTS)
         ids = sum(len(raw.columns[name].values) for name in lists if name in raw.columns)
         if tokens * MEMORY_PER_TOKEN + ids * MEMORY_PER_ROUTE > most:
+            rows = np.size(raw.columns["tokens"].lengths)
+            which = f"row {raw.first_row}: has"
+            if rows > 1:
+                which = f"rows {raw.first_row} to {raw.first_row + rows - 1}: have"
             raise UsageError(
-                f"{files[number]}: row {raw.first_row}: has {tokens:,} tokens and {ids:,} "
-                "ids of experts and supports, more than any sample of so small a file; if you "
-                "trust it, raise --memory-limit"
+                f"{files[number]}: {which} {tokens:,} tokens and {ids:,} ids of experts and "
+                "supports, more than any sample of so small a file; if you trust it, raise "
+                "--memory-limit"
             )
         block = checked_block(str(files[number]), raw.first_row, raw.columns, raw.done)
         yield number, dataclasses.replace(block, framework=raw.framework)

@@ -22,6 +22,8 @@ from onepolicy.record.trainers import COMPLETE, TRAINERS, recognised
 
 BLOCK_ROWS = 2**14
 """Rows of a block at most, also if they have hardly any tokens."""
+BLOCK_ENTRIES = 2**22
+"""Entries of all columns in a block, approximately, if it has more than one row."""
 
 Array = np.ndarray
 VERSION = 1

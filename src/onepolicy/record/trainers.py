@@ -15,6 +15,7 @@ class Trainer:
     """The names of one trainer."""
 
     names: Mapping[str, str]  # our column -> theirs
+    row_mask: str = ""  # column with 0 for a row that is not trained on, 1 for others
     complete: bool = False  # its own file has them all, so that `--columns NAME` reads it
     # columns or keys by which one of its files is known -> what it is, and what to do with it
     files: Mapping[frozenset[str], str] = field(default_factory=dict)
@@ -46,6 +47,7 @@ TRAINERS = {
             "logp_rollout": "generation_logprobs",
             "logp_trainer": "prev_logprobs",
         },
+        row_mask="sample_loss_mask",
         complete=True,
         files={
             frozenset(("token_ids", "generation_logprobs", "prev_logprobs")): (
@@ -117,6 +119,8 @@ TRAINERS = {
         },
     ),
 }
+ROW_MASKS = {each.names["mask"]: each.row_mask for each in TRAINERS.values() if each.row_mask}
+"""A trainer's mask of tokens -> its mask of rows."""
 COMPLETE = [name for name, trainer in TRAINERS.items() if trainer.complete]
 
 

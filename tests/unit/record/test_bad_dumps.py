@@ -31,7 +31,7 @@ from onepolicy.record.export.slime import convert
 from onepolicy.record.read import ReadLimits, read_dump
 from onepolicy.record.schema import COLUMNS
 from onepolicy.verdict.rules import mean_length
-from support.audit_dumps import SUFFIXES, gaussian_rows, write_dump, write_jsonl
+from support.audit_dumps import SUFFIXES, gaussian_rows, with_routes, write_dump, write_jsonl
 from support.examples import examples
 
 LOGPS = ("logp_rollout", "logp_trainer")
@@ -59,7 +59,7 @@ def test_every_format_gives_the_same_numbers(tmp_path, monkeypatch, subtests) ->
     }
     for module in ("formats", "arrays"):
         monkeypatch.setattr(f"onepolicy.record.{module}.BLOCK_TOKENS", 20)  # several blocks
-    monkeypatch.setattr(formats, "PARQUET_ENTRIES", 380)  # 184 entries in the longest row
+    monkeypatch.setattr(formats, "BLOCK_ENTRIES", 380)  # 184 entries in the longest row
     absent = {"logp_native", "logp_previous", "logp_base", "tokens_rollout"}
     for suffix in SUFFIXES:
         with subtests.test(suffix):
@@ -72,6 +72,27 @@ def test_every_format_gives_the_same_numbers(tmp_path, monkeypatch, subtests) ->
             assert found.newest == {3: 4}
     blocks = read_dump(tmp_path / "dump.parquet", {})
     assert [len(block.lengths) for block in blocks] == [2, 2, 2]
+
+
+def test_blocks_of_many_routes_are_small(tmp_path, monkeypatch, subtests) -> None:
+    """A row has 15,462 entries. All rows together would be refused as too much memory."""
+    rows = with_routes(gaussian_rows(2e-3, rows=20, length=20), layers=48, experts=16, k=8)
+    monkeypatch.setattr("onepolicy.record.read.MEMORY_PER_ROUTE", 10_000)
+    for suffix in (".jsonl", ".npz", ".safetensors", "padded.npz"):
+        path = tmp_path / f"d{suffix}"
+        with subtests.test(suffix):
+            if suffix == "padded.npz":
+                np.savez(path, **{name: np.array([row[name] for row in rows]) for name in rows[0]})
+            else:
+                write_dump(path, rows)
+            words = r"rows 0 to 19: have 400 tokens and 307,240 ids of experts and supports"
+            with pytest.raises(UsageError, match=words):
+                list(read_dump(path, {}))
+            with monkeypatch.context() as patch:
+                for module in ("formats", "arrays"):
+                    patch.setattr(f"onepolicy.record.{module}.BLOCK_ENTRIES", 80_000)
+                sizes = [len(block.lengths) for block in read_dump(path, {})]
+            assert sizes == ([6, 6, 6, 2] if suffix == ".jsonl" else [5, 5, 5, 5])
 
 
 def test_the_files_of_a_dump_are_one_after_another(tmp_path) -> None:

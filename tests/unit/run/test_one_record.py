@@ -73,7 +73,7 @@ def read_here(path: Path) -> Iterator:
 def small_blocks(monkeypatch):
     for module in ("formats", "arrays"):
         monkeypatch.setattr(f"onepolicy.record.{module}.BLOCK_TOKENS", 20)
-    monkeypatch.setattr("onepolicy.record.formats.PARQUET_ENTRIES", 150)
+    monkeypatch.setattr("onepolicy.record.formats.BLOCK_ENTRIES", 150)
 
 
 @given(seed=st.integers(0, 10**6), lengths=LENGTHS, spread=SPREAD, data=st.data())

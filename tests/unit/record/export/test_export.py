@@ -93,6 +93,13 @@ def test_nemo_rl_training_data(tmp_path):
     wanted = audit(write_jsonl(tmp_path / "wanted.jsonl", rows), {}).accumulated
     assert found.overall.statistics() == pytest.approx(wanted.overall.statistics())
     assert (found.rewards[0].mean, found.rewards[0].tokens) == (1.0, 12)
+    for i, value in enumerate((0, [0.0], [1.0])):  # of a sample that is not trained on, or is
+        theirs[i]["sample_loss_mask"] = value
+    masked = audit(write_jsonl(path, theirs), names).accumulated
+    assert masked.overall.tokens == 10 * 78
+    theirs[0]["sample_loss_mask"] = [1.0, 0.0]
+    with pytest.raises(UsageError, match=r"row 0, column sample_loss_mask: is .*expected 0 or 1"):
+        audit(write_jsonl(path, theirs), names)
 
 
 def test_several_steps_of_nemo_rl(tmp_path):
