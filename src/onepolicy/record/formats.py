@@ -243,7 +243,7 @@ def row_arrays(
             state = "there, but row 0 lacks it" if present else "missing, but row 0 has it"
             raise UsageError(f"{source}: row {index}, column {ours}: {state}")
     arrays = {ours: _json_array(source, index, ours, row[name]) for ours, name in selected.items()}
-    row_mask = ROW_MASKS.get(selected["mask"])
+    row_mask = ROW_MASKS.get(selected["mask"], "")
     if row_mask in row and not _flag(source, index, row_mask, row[row_mask]):
         arrays["mask"] = np.zeros_like(arrays["mask"])
     if arrays["tokens"].ndim == 0:

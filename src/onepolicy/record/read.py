@@ -111,10 +111,9 @@ def _blocks(
         lists = (*ROUTES, *SUPPORTS)
         ids = sum(len(raw.columns[name].values) for name in lists if name in raw.columns)
         if tokens * MEMORY_PER_TOKEN + ids * MEMORY_PER_ROUTE > most:
-            rows = np.size(raw.columns["tokens"].lengths)
-            which = f"row {raw.first_row}: has"
-            if rows > 1:
-                which = f"rows {raw.first_row} to {raw.first_row + rows - 1}: have"
+            which, lengths = f"row {raw.first_row}: has", raw.columns["tokens"].lengths
+            if lengths is not None and lengths.size > 1:
+                which = f"rows {raw.first_row} to {raw.first_row + lengths.size - 1}: have"
             raise UsageError(
                 f"{files[number]}: {which} {tokens:,} tokens and {ids:,} ids of experts and "
                 "supports, more than any sample of so small a file; if you trust it, raise "
