@@ -283,7 +283,7 @@ def test_the_table_cuts_nothing_at_80_columns(compare, tmp_path, monkeypatch, na
     """A long name goes on in the next line; every number stands whole."""
     step = {"train/reward": 0.5, "mismatch/k3": 1.23e-5, "train/grad_norm": 1234.5}
     ends = {"eval/avg@4": 0.25, "eval/greedy": 0.75}
-    rows = [ends, *[step] * 400, ends]
+    rows = [ends, *[step | {"step": at} for at in range(1, 401)], ends]
     (tmp_path / "arms").mkdir()
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("onepolicy.cli.compare._play", lambda *given: None)

@@ -76,7 +76,8 @@ def in_skyrl(old, rollout):
 def in_openrlhf(old, rollout):
     class RemoteExperienceMaker:
         args = SimpleNamespace(
-            algo=SimpleNamespace(advantage=SimpleNamespace(is_correction_level="token"))
+            algo=SimpleNamespace(advantage=SimpleNamespace(is_correction_level="token")),
+            actor=SimpleNamespace(policy_loss_type="ppo"),
         )
 
         def compute_advantages_and_returns(self, experiences):
