@@ -103,7 +103,7 @@ class SampledRow(NamedTuple):
 
     negative_priority: float
     dump_row: int  # index in the dump
-    step: int  # the number of its file in a dump without steps
+    step: int
     columns: dict[str, Array]
 
 

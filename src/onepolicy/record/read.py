@@ -78,7 +78,7 @@ def read_dump(
                 f"{file}: column {differing[0]}: in some files of the dump only; all need the same"
             )
         done = (number + block.done) / len(files)
-        block = dataclasses.replace(block, first_row=rows, done=done, file=number)
+        block = dataclasses.replace(block, first_row=rows, done=done)
         if steps and "step" not in columns:
             of_rows = {"step": np.full(len(block.lengths), steps[number])}
             block = dataclasses.replace(block, columns=block.columns | of_rows, named=True)

@@ -196,7 +196,6 @@ class Scored:
     left_out: LeftOut = field(default_factory=LeftOut)  # tokens whose values are not all finite
     first_left_out: str = ""  # file, row, column, entry and value of the first one
     framework: str = ""  # the trainer that the file names; empty for none
-    file: int = 0  # number of the file in the dump
     named: bool = False  # the file's name says the step
 
     @property

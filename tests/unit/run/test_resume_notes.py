@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from onepolicy.config import resolve
+from onepolicy.run.loop import clean_folder
 from onepolicy.run.resume import _note_changed_problems, _note_resume
 from onepolicy.run.run_folder import FROM_SCRATCH, RunOrigin, create_run_folder, read_about
 
@@ -59,6 +60,20 @@ def test_a_file_of_problems_that_was_changed_is_named(task, files, tmp_path):
     _note_changed_problems(run, config, progress)
     assert [note.split(" is not as")[0] for note in notes] == [f"WARNING: {p}" for p in paths]
     assert all("held out may be trained on now" in note for note in notes)
+    for path in paths:
+        Path(path).unlink()  # the task's own error names a file that is gone
+    _note_changed_problems(run, config, progress)
+    assert len(notes) == len(paths)
+    for path in paths:
+        Path(path).write_text("abcd")
     (run / "run.json").write_text('{"parent": null}')  # of a run from before there were digests
     _note_changed_problems(run, config, progress)
     assert len(notes) == len(paths)
+
+
+def test_a_run_that_goes_on_has_no_summary_and_no_report(tmp_path):
+    """Both say that it has finished."""
+    for name in ("summary.json", "report.html", "metrics.jsonl"):
+        (tmp_path / name).write_text("")
+    clean_folder(tmp_path, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

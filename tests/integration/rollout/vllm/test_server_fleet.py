@@ -11,7 +11,7 @@ import pytest
 from onepolicy.config import UsageError, VLLMServerConfig
 from onepolicy.rollout.remote import servers
 from onepolicy.rollout.remote.addresses import server_urls
-from onepolicy.rollout.remote.client import EngineLost
+from onepolicy.rollout.remote.client import EngineLost, OtherWeights
 from onepolicy.rollout.remote.servers import ServerFleet
 from onepolicy.types import Sampling
 from support.fake_vllm import (
@@ -219,6 +219,26 @@ def test_a_batch_finds_the_restart_of_an_idle_server(fakes, checkpoints):
     assert metrics["rollout/servers"] == 1
     assert metrics["rollout/requests_repeated"] > 1
     asyncio.run(fleet.confirm_weights())  # nothing of it was used
+
+
+def test_a_check_that_an_update_overtakes_loses_no_server(fakes, checkpoints, monkeypatch):
+    """A server may have the new name before we know that its update has ended."""
+    fleet, updates = fleet_of(fakes, checkpoints), 1
+    load(fleet, checkpoints[1])
+
+    async def confirm_weights():
+        fleet._updates += updates
+        raise OtherWeights("of the update")
+
+    for member in fleet._all:
+        monkeypatch.setattr(member.engine, "confirm_weights", confirm_weights)
+    leave_idle(fleet)
+    asyncio.run(sample(fleet))
+    assert fleet.take_metrics()["rollout/servers"] == 2
+    updates = 0
+    leave_idle(fleet)
+    with pytest.raises(EngineLost):
+        asyncio.run(sample(fleet))
 
 
 @pytest.mark.parametrize("found_by", ["push", "request", "retry"])
