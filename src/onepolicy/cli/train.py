@@ -337,6 +337,8 @@ def _forked_config(parent: RunConfig, overrides: list[str]) -> RunConfig:
     """
     tree = parent.model_dump()
     for path in FOLLOWING:
+        if any(each.startswith(f"{path}.") for each in overrides):
+            continue  # the fork changes a part of it, and the parent's other parts stay
         *sections, name = path.split(".")
         without = deepcopy(tree)
         section = without

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,8 +69,9 @@ def resolve_as(kind: type[Settings], tree: Tree, overrides: Overrides = ()) -> S
     Raises UsageError, one line a problem, for settings that are missing, unknown, out of range or
     contradictory.
     """
-    for override in overrides:
-        tree = apply_override(tree, override)
+    typed = {override.partition("=")[0] for override in overrides}
+    for override in presets_first(overrides):
+        tree = apply_override(tree, override, typed)
     _check_texts(tree)
     broken = Broken()
     try:
@@ -115,11 +116,33 @@ def _texts(node: Any, where: str = "", depth: int = 0) -> Iterator[tuple[str, st
             yield from _texts(child, f"{where}.{number}", depth + 1)
 
 
-def apply_override(tree: Tree, override: str) -> Tree:
+def presets_first(overrides: Overrides) -> list[str]:
+    """Return the overrides with each `preset` before the settings of its section.
+
+    Another preset drops a section's settings: those of the recipe, but not those that were typed.
+    """
+    ordered: list[str] = []
+    for override in overrides:
+        path = override.partition("=")[0]
+        section, _, name = path.rpartition(".")
+        place = len(ordered)
+        if name == "preset":
+            # a later value of the preset or of the whole section wins over an earlier one
+            for at in range(len(ordered) - 1, -1, -1):
+                earlier = ordered[at].partition("=")[0]
+                if earlier == path or f"{section}.".startswith(f"{earlier}."):
+                    break
+                if earlier.startswith(f"{section}."):
+                    place = at
+        ordered.insert(place, override)
+    return ordered
+
+
+def apply_override(tree: Tree, override: str, typed: Collection[str] = ()) -> Tree:
     """Return a copy of the tree with one `a.b=c` applied.
 
-    Another `kind`, `mode`, `preset` or `format` drops the section's other settings. Raises
-    UsageError for an override of another form.
+    Another `kind`, `mode`, `preset` or `format` drops the section's other settings; held_out_path
+    drops a held_out that is not `typed` too. Raises UsageError for an override of another form.
     """
     path, sign, text = override.partition("=")
     keys = path.split(".")
@@ -128,7 +151,9 @@ def apply_override(tree: Tree, override: str) -> Tree:
     tree = dict(tree)
     node = tree
     for depth, key in enumerate(keys[:-1]):
-        child = node.get(key, {})
+        child = node.get(key)
+        if child is None:  # as a stored config writes a section that is not there
+            child = {}
         if not isinstance(child, dict):
             raise UsageError(
                 f"{override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section"
@@ -138,6 +163,8 @@ def apply_override(tree: Tree, override: str) -> Tree:
     value = parse_value(text)
     if keys[-1] in VARIANT_KEYS and node.get(keys[-1], value) != value:
         node.clear()
+    if keys[-1] == "held_out_path" and path.removesuffix("_path") not in typed:
+        node.pop("held_out", None)
     node[keys[-1]] = value
     return tree
 

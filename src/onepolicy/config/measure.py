@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from onepolicy.config.engine import EngineConfig
 from onepolicy.config.load import parse_value, read_recipe, resolve
+from onepolicy.config.presets import objective_presets
 from onepolicy.config.problems import read_prompts
 from onepolicy.config.run import RunConfig
 from onepolicy.config.spelling import did_you_mean
@@ -78,7 +79,7 @@ def measure_settings(tree: Tree, overrides: list[str], path: str | None) -> tupl
         "eval": {"every": 0},
         "log": {"report": False, "tensorboard": False},
         # unused, but a group baseline refuses groups of 1
-        "objective": {"baseline": "none", "normalise": "none"},
+        "objective": {"baseline": "none", "normalise": "none"} | _surrogate(tree),
     }
     if path is not None:
         tree["model"] = tree.get("model", {}) | {"path": path}
@@ -88,9 +89,17 @@ def measure_settings(tree: Tree, overrides: list[str], path: str | None) -> tupl
         "group_size": 2,
         "sampling": {"max_tokens": 96},
     } | given
+    tree["rollout"].pop("min_group_size", None)  # of training
     config = resolve(tree, overrides)
     if isinstance(config.task, PromptsTask):
         prompts = len(read_prompts(config.task.path))
-        tree["rollout"] |= {"prompts_per_step": prompts, "group_size": 1} | given
+        tree["rollout"] |= {"prompts_per_step": prompts, "group_size": 1}
         config = resolve(tree, overrides)
     return tree, config
+
+
+def _surrogate(tree: Tree) -> Tree:
+    """Return the surrogate that the recipe's objective sets: some corrections ask for theirs."""
+    objective = tree.get("objective", {})
+    preset = objective_presets().get(objective.get("preset"), {}).get("settings", {})
+    return {name: value for name, value in (preset | objective).items() if name == "surrogate"}

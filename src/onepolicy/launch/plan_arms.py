@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from onepolicy.config import RunConfig, UsageError, load
+from onepolicy.config.engine import HFEngineConfig
 from onepolicy.config.input_files import check_input_files
 from onepolicy.config.output_paths import CONFIG, check_new_run_folder
 from onepolicy.config.stored_config import read_stored_config, settings_to_repeat
@@ -125,7 +127,7 @@ def runs_in(out: Path, arms: Sequence[PlannedArm]) -> list[Arm]:
 
 def _check_begun(folder: Path, arm: PlannedArm) -> None:
     refuse_links_out(folder, "the run's")
-    begun = read_stored_config(folder)
+    begun = without_settled(read_stored_config(folder), arm.config)
     if begun.model_copy(update={"out": arm.config.out}) == arm.config:
         return
     differing = [
@@ -137,6 +139,24 @@ def _check_begun(folder: Path, arm: PlannedArm) -> None:
         f"{folder}: holds a run with other settings than arm {arm.name} now has "
         f"({', '.join(differing)}); give another --out, or remove the folder"
     )
+
+
+def without_settled(begun: RunConfig, planned: RunConfig) -> RunConfig:
+    """Return a run's settings as planned where a run on a GPU settles what nobody set.
+
+    These are the precision and the embedded engine's max_len (build/gpu_defaults.py).
+    """
+    sections: dict[str, Any] = {}
+    if not planned.names_precision:
+        dtypes = {"fsdp_param_dtype": planned.train.fsdp_param_dtype}
+        sections["train"] = begun.train.model_copy(update=dtypes)
+        sections["model"] = begun.model.model_copy(update={"dtype": planned.model.dtype})
+    engine, theirs = planned.rollout.engine, begun.rollout.engine
+    embedded = isinstance(engine, HFEngineConfig) and isinstance(theirs, HFEngineConfig)
+    if embedded and engine.max_len is None:
+        theirs = theirs.model_copy(update={"max_len": None})
+        sections["rollout"] = begun.rollout.model_copy(update={"engine": theirs})
+    return begun.model_copy(update=sections)
 
 
 def plan_jobs(configs: Sequence[RunConfig], given: int | None) -> int:

@@ -50,11 +50,11 @@ def plan_and_show(
         chosen = best_option(options)
         explain = memory_settings if chosen.fits else suggestions
         lines = [*explain(planner, chosen), *uneven_experts(planner, chosen)]
-    traffic = communication_volume(planner.dims, config, planner.work, chosen.split.learners)
+    settled = planner.settings_of(chosen.split.learners, note=print_status)
+    traffic = communication_volume(planner.dims, settled, planner.work, chosen.split.learners)
     if json_file is not None:
         tree = plan_tree(planner, chosen, options, lines, traffic)
         write_text_atomically(json_file, json.dumps(tree, indent=1) + "\n")
-    planner.settings_of(chosen.split.learners, note=print_status)
     for part in render_plan(planner, chosen, options, lines, traffic, constants=constants):
         console.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
     if config.replay.mode != "off" and not planner.dims.experts:

@@ -73,13 +73,13 @@ def _learning(summary: Tree) -> str:
     if course is None:
         return crashed
     name, first, last = course
-    if name == "reward" and summary["steps"] == 1:
+    if name == "reward" and _own_steps(summary) == 1:
         return f"one step does not show whether the policy learns: {name} {number(first)}"
     curve = f"{name} {moved(first, last)}"
     if crash is not None:
         return f"{crashed}: {curve}"
     if name == "reward" and _in_noise(summary):
-        steps = counted(summary["steps"], "step")
+        steps = counted(_own_steps(summary), "step")
         return f"{steps} do not show whether the policy learns: {curve}, as single steps do too"
     sampled = _sampled(summary)
     if sampled is not None and (sampled[1] > sampled[0]) != (last > first):
@@ -89,6 +89,12 @@ def _learning(summary: Tree) -> str:
     if last > first:
         return f"the policy learnt: {curve}"
     return f"the policy got worse: {curve}"
+
+
+def _own_steps(summary: Tree) -> int:
+    """Return the steps that this run trained: a fork does not have its parent's."""
+    parent = summary.get("parent") or {"step": 0}
+    return int(summary["steps"]) - int(parent["step"])
 
 
 def _in_noise(summary: Tree) -> bool:
@@ -423,7 +429,7 @@ def tiles(summary: Tree) -> list[Tile]:
         found.append(("Learnt", idle.learnt, reason, "bad"))
     rewards = summary.get("reward_first"), summary.get("reward_last")
     if None not in rewards:
-        over = f"over {counted(summary['steps'], 'step')}"
+        over = f"over {counted(_own_steps(summary), 'step')}"
         found.append(("Reward", f" {ARROW} ".join(ends(*rewards)), over, ""))
     found += _evaluation(summary)
     if k3 is not None:

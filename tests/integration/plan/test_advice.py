@@ -53,6 +53,11 @@ def test_a_gpu_is_planned_with_the_precision_that_a_run_takes(larger, tmp_path, 
     assert bf16["masters"] == fp32["parameters"]
     assert fp32["masters"] == 0
     assert "on a GPU" not in capsys.readouterr().err
+    sent = [
+        planned(larger, tmp_path, *dense, *typed, cluster="8xH100")["traffic"]
+        for typed in ([], ["train.fsdp_param_dtype=bfloat16"], ["train.fsdp_param_dtype=same"])
+    ]
+    assert sent[0] == sent[1] != sent[2]
 
 
 def test_a_line_to_copy_is_whole_and_a_dense_model_has_nothing_to_replay(

@@ -10,6 +10,7 @@ import pytest
 import safetensors.numpy
 
 from onepolicy.audit.run import run_audit
+from onepolicy.build.gpu_defaults import with_gpu_precision
 from onepolicy.cli import main
 from onepolicy.config import UsageError, resolve
 from onepolicy.config.stored_config import read_stored_config
@@ -120,6 +121,25 @@ def test_the_runs_of_a_comparison_lead_nowhere_else(run, tmp_path):
     (folder / "metrics.jsonl").symlink_to(run / "metrics.jsonl")
     with pytest.raises(UsageError, match=r"metrics\.jsonl: a link out of the run's folder"):
         runs_in(tmp_path / "arms", arms)
+
+
+def test_a_comparison_goes_on_with_what_a_gpu_settled(run, tmp_path):
+    """A run on a GPU stores a precision and a max_len that the recipe does not name."""
+    tree = {"out": "run", "steps": 1, "task": {"kind": "chain"}, "model": {"path": "m"}}
+    folder = tmp_path / "arms" / "off-seed0"
+    shutil.copytree(run, folder)
+    for typed in ([], ["train.ranks=2"]):
+        arm = resolve(tree, typed)
+        stored = with_gpu_precision(arm, lambda line: None, ranks=bool(typed))
+        engine = stored.rollout.engine.model_copy(update={"max_len": 512})
+        rollout = stored.rollout.model_copy(update={"engine": engine})
+        stored = stored.model_copy(update={"rollout": rollout})
+        (folder / "config.json").write_text(stored.model_dump_json())
+        assert runs_in(tmp_path / "arms", [PlannedArm("off", (), arm)])
+        for other in ("model.dtype=float32", "rollout.engine.max_len=256", "optim.lr=1e-5"):
+            changed = PlannedArm("off", (), resolve(tree, [*typed, other]))
+            with pytest.raises(UsageError, match="holds a run with other settings"):
+                runs_in(tmp_path / "arms", [changed])
 
 
 def test_a_metrics_name_makes_no_link_in_a_page(run):

@@ -57,6 +57,17 @@ def test_a_forks_engine_follows_its_model_where_the_parents_did(subtests):
     assert _forked_config(on_server, []) == on_server
 
 
+def test_a_fork_that_changes_a_part_of_a_default_correction_keeps_the_rest():
+    tree = {"out": "x", "steps": 3, "model": {"path": "m"}, "task": {"kind": "chain"}}
+    parent = resolve(tree, ["replay.mode=off"])
+    gates = 'correction.gates=[{statistic="ratio",aggregate="min",scope="sequence",low=1e-4}]'
+    fork = _forked_config(parent, [gates])
+    assert fork.correction.weight == parent.correction.weight
+    assert fork.correction.weight.level == "token"
+    assert len(fork.correction.gates) == 1
+    assert _forked_config(parent, ["replay.mode=r3"]).correction.preset == "recompute"
+
+
 TAKE_SETTINGS = ["train", "eval", "measure", "plan", "config", "engine check"]
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from onepolicy.config import R3, JsonlTask, RunConfig, UsageError, apply_override, load, resolve
 from onepolicy.config.policy import PolicyConfig
+from onepolicy.config.rules import value_at
 from onepolicy.config.serve import ServeConfig
 from support.paths import ROOT
 
@@ -65,6 +66,40 @@ def test_switching_a_variant_drops_the_old_knobs():
     assert tree["correction"] == {"preset": "tis", "weight": {"high": 4.0}}
     soft = {**MINIMAL, "replay": {"mode": "soft", "ratio": 0.5}}
     assert resolve(soft, ["replay.mode=off"]).replay.mode == "off"
+
+
+def test_a_preset_keeps_what_was_typed_beside_it(subtests):
+    """Whatever the order: the last preset, and the settings of its section."""
+    recipe = {**MINIMAL, "objective": {"preset": "reinforce++", "num_minibatches": 4}}
+    two, gspo = "objective.num_minibatches=2", "objective.preset=gspo"
+    for typed, preset, minibatches in (
+        ([gspo], "gspo", 1),
+        ([gspo, two], "gspo", 2),
+        ([two, gspo], "gspo", 2),
+        (["objective.preset=rloo", two, gspo], "gspo", 2),
+        ([two, gspo, "objective.preset=rloo"], "rloo", 2),
+        ([two, "objective={preset='rloo'}", gspo], "gspo", 1),
+    ):
+        with subtests.test(typed=typed):
+            objective = resolve(recipe, typed).objective
+            assert (objective.preset, objective.num_minibatches) == (preset, minibatches)
+
+
+def test_overrides_of_a_stored_run(subtests):
+    """A stored run writes sections that are not there as null, and the default of held_out."""
+    stored = resolve(MINIMAL, ["task.kind=jsonl", "task.path=a"]).model_dump()
+    for typed, path, value in (
+        (["rollout.quant.format=int8"], "rollout.quant", {"format": "int8"}),
+        (["rollout.pressure.scale=0.6", "replay.min_agreement=0"], "rollout.pressure.scale", 0.6),
+        (["task.held_out_path=b"], "task.held_out_path", "b"),
+    ):
+        with subtests.test(typed=typed):
+            found = value_at(resolve(stored, typed), path)
+            assert found == value or found.model_dump().items() >= value.items()
+    with pytest.raises(UsageError, match="leave one of the two out"):
+        resolve(stored, ["task.held_out=5", "task.held_out_path=b"])
+    with pytest.raises(UsageError, match=r"optim\.lr is a value, not a section"):
+        resolve(stored, ["optim.lr.x=5"])
 
 
 def test_values_of_any_length_and_depth_are_refused():

@@ -2,9 +2,15 @@
 
 import pytest
 
-from onepolicy.config import PromptsTask, UsageError
+from onepolicy.config import PromptsTask, UsageError, resolve
 from onepolicy.config.engine import EngineConfig
-from onepolicy.config.measure import classes_by_kind, engine_overrides, task_settings
+from onepolicy.config.measure import (
+    classes_by_kind,
+    engine_overrides,
+    measure_settings,
+    task_settings,
+)
+from onepolicy.config.presets import correction_presets, objective_presets
 from onepolicy.envs import make_environment
 from onepolicy.envs.tasks.jsonl import read_prompts
 from onepolicy.envs.warmup.examples import warmup_examples
@@ -81,3 +87,35 @@ def test_prompts_have_no_answers(tmp_path):
         task.held_out(1)
     with pytest.raises(UsageError, match="no answers to learn"):
         warmup_examples(config, mistakes=0.0, seed=0)
+
+
+def test_a_recipe_that_trains_can_be_measured(subtests):
+    """Every pair of an objective and a correction that a run takes."""
+    base = {"out": "o", "steps": 1, "model": {"path": "m"}, "task": {"kind": "chain"}}
+    taken = 0
+    for objective in objective_presets():
+        for correction in correction_presets():
+            tree = base | {
+                "objective": {"preset": objective},
+                "correction": {"preset": correction},
+                "replay": {"mode": "off"},
+                "rollout": {"min_group_size": 4},
+            }
+            try:
+                resolve(tree)
+            except UsageError:
+                continue
+            taken += 1
+            with subtests.test(objective=objective, correction=correction):
+                assert measure_settings(tree, [], None)[1].correction.preset == correction
+    assert taken > 100
+
+
+def test_each_prompt_of_a_file_is_sampled_once_whatever_a_recipe_says(tmp_path):
+    (tmp_path / "p.txt").write_text("one\ntwo\nthree\n")
+    tree = {"rollout": {"prompts_per_step": 12, "group_size": 8}, "model": {"path": "m"}}
+    tree["task"] = task_settings(str(tmp_path / "p.txt"))
+    rollout = measure_settings(tree, [], None)[1].rollout
+    assert (rollout.prompts_per_step, rollout.group_size) == (3, 1)
+    typed = measure_settings(tree, ["rollout.group_size=2"], None)[1].rollout
+    assert (typed.prompts_per_step, typed.group_size) == (3, 2)

@@ -94,6 +94,14 @@ def test_one_step_is_no_course():
     assert outcome(one).startswith("One step does not show whether the policy learns: reward 0.5.")
 
 
+def test_a_fork_has_not_trained_its_parents_steps():
+    fork = {"steps": 31, "parent": {"run": "runs/a", "step": 30}, "replay": "off"}
+    fork |= {"reward_first": 0.5, "reward_last": 0.5}
+    assert tiles(fork)["Reward"][1] == "over 1 step"
+    assert outcome(fork).startswith("One step does not show")
+    assert "59 steps do not show" in outcome(fork | {"steps": 89, "reward_last": 0.6})
+
+
 @pytest.mark.parametrize(("error", "learnt"), [(0.22, True), (0.24, False), (None, False)])
 def test_a_reward_that_moves_as_single_steps_do_is_no_learning(error, learnt):
     """It rises by 0.46. Evaluations are judged by themselves, whatever the rewards did."""
