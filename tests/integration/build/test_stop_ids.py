@@ -1,4 +1,4 @@
-"""A response ends with every token that the model's generation_config.json names, as vLLM's does."""
+"""A response ends with every token that the model's generation_config.json names."""
 
 import json
 import os
