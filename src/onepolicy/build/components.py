@@ -257,7 +257,7 @@ def stop_ids(
 ) -> tuple[int, ...]:
     """Return the token ids that end a completion.
 
-    A turn of a dialogue ends with eos alone: the template writes what follows it.
+    A turn of a dialogue ends with eos alone: the template writes the rest.
     """
     if isinstance(environment, SingleTurn):
         return read_stops(model, tokenizer)

@@ -343,7 +343,7 @@ def _equal(held: Tensor, sent: Tensor) -> bool:
 
 @asynccontextmanager
 async def holding_policy(components: Components) -> AsyncIterator[None]:
-    """Give the engine base + adapter, and afterwards what it was built with again.
+    """Give the engine base + adapter, and afterwards the weights that it was built with again.
 
     A forked run's engine is built with the base alone, and `AdapterCheck.start` begins there.
     """
