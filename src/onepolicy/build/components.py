@@ -39,6 +39,7 @@ from onepolicy.config.input_files import require_gateway, resolve_model
 from onepolicy.config.lora import LoraConfig
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.envs import make_environment, make_task
+from onepolicy.envs.tasks.single_turn import SingleTurn
 from onepolicy.interfaces import Environment, Learner, RolloutEngine, WeightTarget
 from onepolicy.invariant.numerics_contract import require_same_contract
 from onepolicy.models.load import (
@@ -46,6 +47,7 @@ from onepolicy.models.load import (
     load_tokenizer,
     parse_device,
     read_config,
+    read_stops,
 )
 from onepolicy.models.long_samples import check_long_samples
 from onepolicy.models.lora import load_peft
@@ -192,14 +194,11 @@ def build_components(
     engine, route_spec = build_engine_for(
         config, model, max_len, scorer, build_sampler, trains=True
     )
-    evaluator = None
-    if config.eval.every:
-        evaluator = build_evaluator(config, model, scorer.device, max_len)
     make = partial(
         Components,
         learner=learner,
         correction=config.correction.fixed_part,
-        evaluator=evaluator,
+        evaluator=build_evaluator(config, model, scorer.device, max_len),
     )
     components = with_sampling(
         make, config, model, environment, tokenizer, engine, route_spec, scorer
@@ -246,11 +245,23 @@ def with_sampling(
         config=config,
         engine=engine,
         environment=environment,
-        sampling=sampling_of(config, (tokenizer.eos_token_id,), top_logprobs),
+        sampling=sampling_of(config, stop_ids(environment, model, tokenizer), top_logprobs),
         route_spec=route_spec,
         reprefill=reprefill,
         samplers=samplers,
     )
+
+
+def stop_ids(
+    environment: Environment, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """Return the token ids that end a completion.
+
+    A turn of a dialogue ends with eos alone: the template writes the rest.
+    """
+    if isinstance(environment, SingleTurn):
+        return read_stops(model, tokenizer)
+    return (int(tokenizer.eos_token_id),)
 
 
 def sampling_of(config: RunConfig, stop: tuple[int, ...], top_logprobs: int) -> Sampling:

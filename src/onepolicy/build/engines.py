@@ -45,9 +45,7 @@ def build_evaluator(
     config: RunConfig, model: ModelConfig, device: torch.device, max_len: int
 ) -> RolloutEngine | None:
     """Build an embedded engine without quantisation and pressure, if evaluations need one."""
-    rollout = config.rollout
-    quantised = rollout.quant is not None and not config.eval.quantised
-    if not config.eval.every or not (quantised or rollout.pressure is not None):
+    if not config.has_evaluator:
         return None
     return build_clean_engine(config, model, device, max_len)
 

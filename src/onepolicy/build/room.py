@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from onepolicy.config import HFEngineConfig, ModelConfig, RunConfig, UsageError, VLLMEngineConfig
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.invariant.mode import use_recurrent_states
+from onepolicy.models.cache_size import cached_elements
 from onepolicy.models.chunk_size import slots_per_chunk
 from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.models.empty import empty_model
@@ -97,6 +98,29 @@ def micro_batch_bytes(
     return max(logits, int(found.peak))
 
 
+def score_bytes(empty: PreTrainedModel, config: RunConfig, *, trains: bool) -> int:
+    """Return the bytes of attention weights, per query and key, that on-policy numerics keep.
+
+    They are float32, of every layer that attends until the backward (invariant/attention.py), and
+    two more of the layer that computes. 0 with fast numerics, whose kernels keep none.
+    """
+    if config.numerics != ON_POLICY:
+        return 0
+    text = empty.config.get_text_config()
+    layers = sum(cached_elements(text, layer) > 0 for layer in range(text.num_hidden_layers))
+    if not trains or config.train.activation_checkpointing:
+        layers = min(layers, 1)
+    return 4 * (layers + 2) * int(text.num_attention_heads)
+
+
+def evaluator_bytes(sizes: ModelSizes, config: RunConfig, length: int) -> int:
+    """Return the bytes of an engine that evaluates alone, with rows of `length`."""
+    engine = config.rollout.engine
+    itemsize = DTYPES[engine.dtype].itemsize
+    row = cache_row_bytes(sizes, config, length, itemsize)
+    return sizes.total * itemsize + engine.max_num_seqs * row
+
+
 def sizes_of(empty: PreTrainedModel, config: RunConfig) -> ModelSizes:
     """Count a model on the meta device, with the adapters and the numerics of the run."""
     if config.numerics == ON_POLICY:
@@ -148,36 +172,46 @@ def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: 
     if needs_static_batch(empty):  # which allocates no rows
         return asked
     itemsize = DTYPES[engine.dtype].itemsize
-    states = engine.max_num_seqs * sizes.states  # of a sequence, whatever its length
+    engines = 1
+    if trains and config.has_evaluator:  # with weights and a cache of its own
+        engines = 2
+    sequences = engines * engine.max_num_seqs
+    states = sequences * sizes.states  # of a sequence, whatever its length
     block = cache_row_bytes(sizes, config, KEY_BLOCK, itemsize) - sizes.states
     per_token = block // KEY_BLOCK
-    per_position = engine.max_num_seqs * per_token
+    per_position = sequences * per_token
     slots = config.train.tokens_per_micro_batch
     activations = micro_batch_bytes(
         config, model, sizes.vocab, longest=min(slots, asked), trains=trains
     )
     held = rank_state(sizes, config, max(1, config.train.ranks), cpu=False)
     learner = int(held.parameters) + learner_growth(config, held, activations, trains=trains)
-    weights = sizes.total * itemsize
+    weights = engines * sizes.total * itemsize
+    scores = score_bytes(empty, config, trains=trains)
     margin = MARGIN
     if engine.max_len is not None:
         margin /= 2
     room = memory.free - int(margin * memory.total) - learner - weights - states
-    fits = max(0, room) // max(1, per_position)  # layers of states alone cache nothing of a token
+    per_length = per_position + slots * scores  # a micro-batch is full, of samples of that length
+    fits = max(0, room) // max(1, per_length)  # layers of states alone cache nothing of a token
     if trains and fits > slots:  # a sample is never split, so it may be more than a micro-batch
-        per_slot = activations // slots
-        fits = slots + (room - slots * per_position) // (per_position + per_slot)
+        per_slot = activations // slots + scores * asked
+        fits = slots + (room - slots * per_length) // (per_length + per_slot)
     fits = fits // KEY_BLOCK * KEY_BLOCK
     if (engine.max_len is None and fits) or fits >= asked:
         return min(asked, fits)
+    attention = ""
+    if scores:
+        kept = scores * asked * max(asked, slots) / 1e9
+        attention = f" and {kept:.1f} GB of attention weights, which numerics = on-policy keeps"
     raise UsageError(
-        f"rollout.engine.max_len: {asked} tokens of rollout.engine.max_num_seqs = "
+        f"rollout.engine.max_len: {asked} tokens of {_sequences(engines)} = "
         f"{engine.max_num_seqs} sequences take {asked * per_position / 1e9:.1f} GB of cache "
-        f"({per_token:,} bytes a token), but the GPU has {max(0, room) / 1e9:.1f} GB for it: "
-        f"{memory.free / 1e9:.1f} GB free, less {margin * memory.total / 1e9:.1f} kept back, "
-        f"{learner / 1e9:.1f} for the learner and {weights / 1e9:.1f} for the engine's weights; "
-        f"lower max_len or max_num_seqs{_hint(fits)}, or train.tokens_per_micro_batch, or set "
-        "train.activation_checkpointing"
+        f"({per_token:,} bytes a token){attention}, but the GPU has {max(0, room) / 1e9:.1f} GB "
+        f"for it: {memory.free / 1e9:.1f} GB free, less {margin * memory.total / 1e9:.1f} kept "
+        f"back, {learner / 1e9:.1f} for the learner and {weights / 1e9:.1f} for the engine's "
+        f"weights; lower max_len or max_num_seqs{_hint(fits)}, or train.tokens_per_micro_batch, or "
+        "set train.activation_checkpointing"
     )
 
 
@@ -214,6 +248,12 @@ def settle_max_len(
     engine = engine.model_copy(update={"max_len": max_len})
     rollout = config.rollout.model_copy(update={"engine": engine})
     return config.model_copy(update={"rollout": rollout})
+
+
+def _sequences(engines: int) -> str:
+    if engines == 1:
+        return "rollout.engine.max_num_seqs"
+    return "two engines (one evaluates without rollout.quant and pressure) of max_num_seqs"
 
 
 def _hint(fits: int) -> str:
@@ -262,12 +302,17 @@ def share_beside_learner(
         activations = micro_batch_bytes(config, model, sizes.vocab, longest=longest, trains=trains)
     held = rank_state(sizes, config, max(1, config.train.ranks), cpu=False)
     grows = learner_growth(config, held, activations, trains=trains, while_sampling=asleep)
+    others = "the learner"
+    if trains and config.has_evaluator:
+        length = config.rollout.engine.max_len or context_length(read_config(model))
+        grows += evaluator_bytes(sizes, config, length)
+        others = "the learner and the engine that evaluates"
     share = (memory.free - grows) / memory.total
     if share <= 0:
         raise UsageError(
             f"rollout.engine.kind: vllm beside the learner: {memory.free / 1e9:.1f} of "
-            f"{memory.total / 1e9:.1f} GB are free, and the learner will take {grows / 1e9:.1f} GB "
-            "more; lower train.tokens_per_micro_batch, or use a server on another GPU "
-            "(rollout.engine.kind = vllm-server)"
+            f"{memory.total / 1e9:.1f} GB are free, and {others} will take {grows / 1e9:.1f} GB "
+            "more; lower train.tokens_per_micro_batch or rollout.engine.max_len, or use a server "
+            "on another GPU (rollout.engine.kind = vllm-server)"
         )
     return share

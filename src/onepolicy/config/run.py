@@ -133,6 +133,13 @@ class RunConfig(Frozen):
         return isinstance(self.replay, RolloutReplay) and self.replay.source == "reprefill"
 
     @property
+    def has_evaluator(self) -> bool:
+        """True if a second engine, without rollout.quant and pressure, plays the evaluations."""
+        rollout = self.rollout
+        quantised = rollout.quant is not None and not self.eval.quantised
+        return self.eval.every > 0 and (quantised or rollout.pressure is not None)
+
+    @property
     def scores_old(self) -> bool:
         """True if the update needs the old policy's log-probabilities."""
         return not self.correction.bypass

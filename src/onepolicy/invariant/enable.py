@@ -129,7 +129,7 @@ def _check_rows(normal: Normal) -> Iterator[Check]:
     }.items():
         yield _in_parts(name, function, 4 * normal(2000), size=7)
     for name, function in ROW_FUNCTIONS.items():
-        for width in (5, 48, 700):
+        for width in (5, 48, 700, 4099):  # CUDA has another kernel above 1,024
             yield _in_parts(f"{name} of {width}", function, normal(300, width))
 
 

@@ -15,6 +15,7 @@ from onepolicy.measure.engine_noise import Resampled
 from onepolicy.models.linear import is_plain_linear
 from onepolicy.models.load import cast_model, load_model
 from onepolicy.models.prepare import prepare_for_training
+from onepolicy.models.quant.quantise import use_scales
 from onepolicy.notation import number
 from onepolicy.record.means import Interval
 from onepolicy.rollout.copies import load_engine_copy
@@ -126,12 +127,17 @@ class EngineWeights:
 
 
 def attribute(
-    first: Explained, weights: EngineWeights, alone: Resampled, *, replay: bool
+    first: Explained,
+    weights: EngineWeights,
+    alone: Resampled,
+    scales: dict[str, float],
+    *,
+    replay: bool,
 ) -> tuple[Waterfall, list[Ablation]]:
     """Return the waterfall of the gap and single ablations.
 
     first: both sides as they are. alone: the requests of the batch in `weights`, one at a time.
-    replay: the rollout has routes.
+    scales: of the engine's static activations. replay: the rollout has routes.
     """
     equalised, scorer = weights.explained, weights.scorer
     rescorer, batch, config = equalised.rescorer, equalised.aligned, scorer.config
@@ -166,6 +172,7 @@ def attribute(
         last = packed
     if quant is not None:
         quantised = load_engine_copy(weights.model, rollout, scorer.device)
+        use_scales(quantised, scales)
         how = f"the trainer's forward on weights in {quant.format}, quantised as the engine's are"
         last = score(variant_scorer(scorer, model=quantised, autocast="off"))
         steps.append(_level("quantisation", how, batch, last))

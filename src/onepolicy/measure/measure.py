@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from onepolicy.build.calibrate import calibrate
+from onepolicy.build.calibrate import calibrate, scales_of
 from onepolicy.build.learner import load_training_model
 from onepolicy.build.measure import MeasureComponents, build_measure_components, measure_config
 from onepolicy.config import ModelConfig, RunConfig, UsageError
@@ -136,7 +136,10 @@ async def measure_parts(
 ) -> Measurement:
     """Measure with components that are built. Arguments are those of `measure_model`."""
     scorer, other = parts.scorer, None
-    await calibrate(parts.config, parts.engine, parts.environment, parts.sampling.stop, None)
+    stop = parts.sampling.stop
+    await calibrate(
+        parts.config, parts.engine, parts.environment, stop, None, reprefill=parts.reprefill
+    )
     if engine_model is not None:
         other = _load_engine_model(engine_model)
         await parts.engine.load_weights(other.state_dict().items(), parts.engine.version)
@@ -170,7 +173,8 @@ async def measure_parts(
     repeats |= _engine_repeats("alone", alone)
     say("scoring the same tokens with one thing changed at a time")
     replay = chosen.replayed is not None
-    fall, ablations = attribute(first.explained, weights, alone, replay=replay)
+    scales = scales_of(parts.engine)
+    fall, ablations = attribute(first.explained, weights, alone, scales, replay=replay)
     if not weights.explained.rescorer.support:  # rounding moves tokens over the edge of a support
         rescorer = weights.explained.rescorer.with_scorer(weights.scorer)
         ablations.append(
@@ -186,7 +190,7 @@ async def measure_parts(
         fall,
         ablations,
         repeats,
-        breakdowns_of(first.native, tokenizer, parts.sampling.stop),
+        breakdowns_of(first.native, tokenizer, stop),
         worst_tokens(first.native, tokenizer),
         _verdict(first, findings, chosen.routes, config=parts.config, dense=scorer.routers is None),
         distribution,

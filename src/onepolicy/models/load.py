@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -150,6 +151,24 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def read_stops(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids that end a response: the tokenizer's eos, and those of generation_config.json.
+
+    Templates of many families end a turn with another token than the tokenizer's eos. Ids of plain
+    text are left out: they are a family's default, made for another vocabulary.
+    """
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    named: Any = None
+    whole = model.model_copy(update={"path": _whole_model(model.path)})
+    refuse_holes_in(whole)
+    with foreign_files("generation_config.json", whole):
+        with suppress(OSError):  # a model need not have one
+            named = GenerationConfig.from_pretrained(whole.path).eos_token_id
+        if not isinstance(named, list):
+            named = [named]
+        return tuple(dict.fromkeys([tokenizer.eos_token_id, *filter(special.__contains__, named)]))
+
+
 def _is_word_list(folder: Path) -> bool:
     """Return whether a folder's tokenizer is a list of words of no family, as make-policy's is."""
     file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
@@ -213,13 +232,23 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _merged(model: ModelConfig, device: torch.device) -> PreTrainedModel:
-    adapter, seen = Path(model.path), set()
-    while (adapter / "adapter_config.json").is_file():
-        if adapter.resolve() in seen:
-            raise UsageError(f"model.path: {adapter} names itself as its base; name a model there")
-        seen.add(adapter.resolve())
-        adapter = Path(base_path(adapter))
+    _whole_model(model.path)
     return merge_adapter(load_base(model, device), Path(model.path))
+
+
+def _whole_model(path: str) -> str:
+    """Return the path of the model that an adapter is of, and any other path itself.
+
+    Raises UsageError for an adapter that is its own base.
+    """
+    seen: set[Path] = set()
+    while (Path(path) / "adapter_config.json").is_file():
+        folder = Path(path).resolve()
+        if folder in seen:
+            raise UsageError(f"model.path: {path} names itself as its base; name a model there")
+        seen.add(folder)
+        path = base_path(Path(path))
+    return path
 
 
 def load_base(model: ModelConfig, device: torch.device) -> PreTrainedModel:

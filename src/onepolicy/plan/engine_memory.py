@@ -115,7 +115,7 @@ class EngineMemory:
     tokens: float  # of all sequences together
     sequences: int  # of the planned length
     room: float  # bytes that its device has for it; inf if it shares the learner's device
-    # of a second engine, on the learner's device, which evaluates unquantised weights
+    # of a second engine, on the learner's device (RunConfig.has_evaluator)
     evaluator: float
     routes: float = 0.0  # in the host's memory, of all tokens in the cache
 
@@ -186,8 +186,8 @@ def _replica_room(config: RunConfig, cluster: Cluster) -> float:
 
 
 def _evaluator_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
-    """Return the bytes of the engine that evaluates unquantised weights; 0 without one."""
-    if config.rollout.quant is None or not config.eval.every or config.eval.quantised:
+    """Return the bytes of the engine that evaluates alone; 0 without one."""
+    if not config.has_evaluator:
         return 0.0
     weights = dims.total * ITEMSIZE[config.rollout.engine.dtype]
     return weights + embedded_cache_bytes(dims, config, cluster)

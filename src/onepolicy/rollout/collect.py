@@ -244,8 +244,7 @@ async def collect_rollouts(
     if the engine's routes break `route_spec`.
     """
     player = _GroupPlayer(engine, environment, config, sampling, step, seed, route_spec, advance)
-    num_groups = config.prompts_per_step
-    first_index = step * num_groups * (1 + rounds)
+    num_groups, first_index = config.prompts_per_step, step * config.prompts_per_step * (1 + rounds)
     kept: list[Group] = []
     played = rounds_played = 0
     PLAYERS.set(object())
@@ -272,14 +271,15 @@ async def collect_rollouts(
 
 def _no_group_error(player: _GroupPlayer, played: int) -> TrainingError:
     counts, step = player.counts, player.step + 1
-    if counts["rollout/groups_dropped"]:
+    dropped = counts["rollout/groups_dropped"]
+    if dropped == played:
         return TrainingError(
             f"step {step}: no group has {player.config.smallest_group} episodes that were played "
             f"to their end; {counts['rollout/episodes_failed']} attempts failed, the last one: "
             f"{player.last_failure}"
         )
     return TrainingError(
-        f"objective.dynamic_sampling: all {played} problems of step {step} had equal rewards; "
-        "choose easier or harder problems, raise rollout.group_size, or set "
-        "objective.dynamic_sampling to 0"
+        f"objective.dynamic_sampling: all {played - dropped} problems of step {step} had equal "
+        f"rewards ({dropped} groups dropped); choose easier or harder problems, raise "
+        "rollout.group_size, or set objective.dynamic_sampling to 0"
     )

@@ -14,8 +14,8 @@ unquantised base is a fault.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -23,11 +23,13 @@ from torch import Tensor
 
 from onepolicy.build.components import Components
 from onepolicy.config import TrainingError
+from onepolicy.config.input_files import resolve_model
 from onepolicy.engine_check.checks import GeneratedBatch, generate_all, pack_generated
 from onepolicy.interfaces import ReadableEngine, engine_name
 from onepolicy.models import lora
-from onepolicy.models.load import DTYPES
+from onepolicy.models.load import DTYPES, load_model
 from onepolicy.notation import number, with_error
+from onepolicy.rollout.hf.engine import HFEngine
 from onepolicy.sync import truth
 from onepolicy.sync.canary import canary_prompts
 from onepolicy.sync.push import checked_push, push_weights
@@ -164,8 +166,11 @@ class AdapterCheck:
 
         Raises TrainingError if the engine samples with anything but this version of the adapter.
         """
+        metrics: dict[str, float] = {}
+        if isinstance(self.engine, HFEngine):
+            metrics = self.engine.take_metrics()  # the check's own requests are no rollouts
         delivered, effect, gap = await self._check_push()
-        metrics = {"adapter/effect": effect, "adapter/gap": gap}
+        metrics |= {"adapter/effect": effect, "adapter/gap": gap}
         if delivered.certain:
             metrics |= {"adapter/delivered": delivered.value}
         elif self.learner.updates and not self._noted:
@@ -334,6 +339,27 @@ class AdapterCheck:
 
 def _equal(held: Tensor, sent: Tensor) -> bool:
     return torch.equal(held, sent.to(held.device, held.dtype))
+
+
+@asynccontextmanager
+async def holding_policy(components: Components) -> AsyncIterator[None]:
+    """Give the engine base + adapter, and afterwards the weights that it was built with again.
+
+    A forked run's engine is built with the base alone, and `AdapterCheck.start` begins there.
+    """
+    config, engine = components.config, components.engine
+    learner = cast("LocalLearner", components.learner)
+    assert config.train.lora is not None
+    assert learner.adapter is not None
+    await push_weights(learner, engine)
+    yield
+    if config.train.lora.base == "nf4":  # the learner does not have what the engine was built with
+        model, dtype = resolve_model(config.model), DTYPES[config.model.dtype]
+        base = load_model(model, dtype, learner.scorer.device)
+        await engine.load_weights(base.state_dict().items(), learner.version)
+        return
+    with learner.adapter.off():
+        await push_weights(learner, engine)
 
 
 async def check_adapter(components: Components) -> dict[str, float]:

@@ -20,7 +20,7 @@ from onepolicy.files import write_text_atomically
 from onepolicy.interfaces import PressedEngine, Progress, RolloutEngine
 from onepolicy.invariant.fingerprint import short_digest
 from onepolicy.run import run_folder
-from onepolicy.run.adapter_check import AdapterCheck
+from onepolicy.run.adapter_check import AdapterCheck, holding_policy
 from onepolicy.run.async_rollouts import RolloutPrefetcher
 from onepolicy.run.evaluate import evaluate, num_eval_episodes
 from onepolicy.run.hooks import build_hooks, is_counterfactual_step
@@ -85,8 +85,17 @@ class TrainingLoop:
         components, engine = self.components, self.components.engine
         advance = self.progress.phase("engine warm-up and sync check", 1)
         if self.config.rollout.quant is not None:
+            policy = None
+            if self.config.train.lora is not None:
+                policy = holding_policy(components)
             await calibrate(
-                self.config, engine, components.environment, components.sampling.stop, self.folder
+                self.config,
+                engine,
+                components.environment,
+                components.sampling.stop,
+                self.folder,
+                reprefill=components.reprefill,
+                policy=policy,
             )
         with _without_pressure(engine):
             if self.config.train.lora is not None:

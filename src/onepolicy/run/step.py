@@ -173,7 +173,7 @@ def add_timings(components: Components, result: StepResult, timer: StepTimer) ->
     slots = sum(len(sample.tokens) - 1 for group in result.groups for sample in group.samples)
     result.metrics |= times | {"train/tokens_per_second": slots / times["time/step"]}
     if isinstance(components.engine, MetricsSource):
-        result.metrics |= components.engine.take_metrics()
+        result.metrics = components.engine.take_metrics() | result.metrics
     return result
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import RunConfig, WeightsReplay
 from onepolicy.config.lora import LoraConfig
+from onepolicy.config.numerics import ON_POLICY
 from onepolicy.models.cache_size import cached_elements, state_bytes
 from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.replay.layers import find_routers, is_moe
@@ -177,7 +178,8 @@ class RankState:
     gradients: float
     optimiser: OptimiserMemory
     critic_gradients: float
-    others: float  # at rest: reference, critic with its AdamW, the model that records routes
+    # at rest: reference, critic with its AdamW, the model that records routes, older weights
+    others: float
 
 
 def rank_state(
@@ -195,7 +197,10 @@ def rank_state(
     state = OptimiserMemory(2.0 * adapter, 0.0, 0.0, 0.0)
     if not adapter:
         state = optimiser_memory(sizes.shapes, config, ranks, cpu=cpu, one_memory=one_memory)
+    parameters = shard + adapter - sizes.four_bit / ranks * (itemsize - NF4)
     others = critic_gradients = 0.0
+    if config.numerics == ON_POLICY:  # tokens are scored under their own weights (OwnWeights)
+        others += (config.rollout.max_staleness or 0) * parameters
     if config.objective.has_critic:
         critic_gradients = gradients
         others += shard + state.moments + state.masters
@@ -205,7 +210,7 @@ def rank_state(
     if config.uses_reprefill:  # a second, unsharded copy of the model records routes
         others += sizes.total * ITEMSIZE[config.rollout.engine.dtype]
     return RankState(
-        parameters=shard + adapter - sizes.four_bit / ranks * (itemsize - NF4),
+        parameters=parameters,
         gradients=adapter or gradients,
         optimiser=state,
         critic_gradients=critic_gradients,

@@ -29,14 +29,14 @@ class OwnWeights:
         self._kept: dict[int, list[Tensor]] = {}  # version -> every parameter
 
     def keep(self) -> None:
-        """Keep a copy of the policy's weights of now, and drop those that nothing needs any more.
+        """Drop the weights that nothing needs any more, and keep a copy of the policy's of now.
 
         It is called before each update, with `scorer.version` the version that is kept.
         """
         version, weights = self._scorer.version, self._scorer.model.parameters()
-        self._kept[version] = [weight.detach().clone() for weight in weights]
         for old in [each for each in self._kept if each <= version - self._most]:
             del self._kept[old]
+        self._kept[version] = [weight.detach().clone() for weight in weights]
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Return the batch with `logp_old` and `routing_native` under each slot's own weights.

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 
 import torch
 
-from onepolicy.config import UsageError
+from onepolicy.config import HFEngineConfig, UsageError
 from onepolicy.interfaces import EngineCaps, NamedWeights
 from onepolicy.models.fp32_head import load_weights
+from onepolicy.models.quant.quantise import use_scales
 from onepolicy.train.forward import tempered_logits
 from onepolicy.train.pack import pack
 from onepolicy.train.scorer import PolicyScorer
@@ -35,7 +36,11 @@ class Reprefill:
         record combine weights too.
         """
         self._scorer, self._tokens, self._weights = scorer, tokens, weights
-        self.caps = EngineCaps(returns_routes=True, max_len=tokens, returns_combine_weights=weights)
+        engine = scorer.config.rollout.engine
+        weights_dtype: str | None = None
+        if not isinstance(engine, HFEngineConfig):  # these quantise rounded weights
+            weights_dtype = engine.dtype
+        self.caps = EngineCaps(True, tokens, weights, weights_dtype=weights_dtype)
         self.version = 0
 
     def fill(self, groups: list[Group]) -> list[Group]:
@@ -66,6 +71,10 @@ class Reprefill:
         """Load these tensors, cast to the model's dtype."""
         load_weights(self._scorer.model, weights)
         self.version = version
+
+    def use_scales(self, scales: dict[str, float]) -> None:
+        """Take over the calibrated scales of the engine's static activations."""
+        use_scales(self._scorer.model, scales)
 
     def _chunks(self, samples: list[Sample]) -> Iterator[list[Sample]]:
         """Yield the samples of each forward, in order."""

@@ -18,7 +18,7 @@ from onepolicy.build.room import (
 from onepolicy.config import ModelConfig, UsageError, VLLMEngineConfig, resolve
 from onepolicy.models.empty import empty_model
 from onepolicy.rollout.vllm.memory import GPU_SHARE, memory_args
-from onepolicy.train.memory import read_sizes, route_bytes
+from onepolicy.train.memory import rank_state, read_sizes, route_bytes
 from support.engine_runs import prompts, ragged, run
 from support.invariant_models import engine_of
 from support.recurrent_models import hybrid
@@ -97,6 +97,48 @@ def test_a_sample_that_is_longer_than_a_micro_batch_has_its_activations(model, m
     longest = 16_384 + beyond // (PER_TOKEN + MICRO_BATCH // 16_384)
     assert fits == longest // 64 * 64
     assert 16_384 < fits < CONTEXT
+
+
+def test_an_engine_that_evaluates_has_weights_and_a_cache_of_its_own(model, monkeypatch):
+    on_gpu(monkeypatch, free=80e9)
+    two = "rollout.quant=int8", "eval.every=10"
+    room_left = 80e9 - 8e9 - 20 * PARAMETERS - MICRO_BATCH
+    fits = fit_max_len(recipe(*two), model, CONTEXT, trains=True)
+    assert fits == room_left // (2 * 64 * PER_TOKEN) // 64 * 64
+    alone = fit_max_len(recipe(), model, CONTEXT, trains=True)
+    for one in ((two[0], "eval.every=0"), (*two, "eval.quantised=true")):
+        assert fit_max_len(recipe(*one), model, CONTEXT, trains=True) == alone
+    with pytest.raises(
+        UsageError, match=r"4096 tokens of two engines .*= 64 sequences take 60\.1 GB"
+    ):
+        fit_max_len(recipe(*two, "rollout.engine.max_len=4096"), model, CONTEXT, trains=True)
+
+
+def test_on_policy_attention_keeps_its_weights(model, monkeypatch):
+    """Float32, 16 heads, of 28 layers and two more of the layer that computes."""
+    on_gpu(monkeypatch, free=80e9)
+    own = "numerics=on-policy", "rollout.engine.dtype=float32"
+    room_left = 80e9 - 8e9 - 20 * PARAMETERS - MICRO_BATCH
+    cache = 64 * 2 * PER_TOKEN
+    for more, layers in (((), 28), (("train.activation_checkpointing=true",), 1)):
+        fits = fit_max_len(recipe(*own, *more), model, CONTEXT, trains=True)
+        assert fits == room_left // (cache + 16_384 * 4 * 16 * (layers + 2)) // 64 * 64 < 2048
+    few = "rollout.engine.max_num_seqs=1", "train.tokens_per_micro_batch=1024"
+    single = recipe(*own, *few, "rollout.engine.max_len=4096")
+    kept = 4 * 16 * 30 * 4096**2
+    needed = 4e9 + 20 * PARAMETERS + MICRO_BATCH * 4 + 4096 * 2 * PER_TOKEN + kept
+    on_gpu(monkeypatch, free=needed + 1e6)
+    assert fit_max_len(single, model, CONTEXT, trains=True) == 4096
+    on_gpu(monkeypatch, free=needed - 1e9)
+    with pytest.raises(UsageError, match=r"and 32\.2 GB of attention weights"):
+        fit_max_len(single, model, CONTEXT, trains=True)
+
+
+def test_weights_that_older_tokens_are_scored_under_are_counted(model):
+    own = "numerics=on-policy", "rollout.engine.dtype=float32", "rollout.max_staleness=2"
+    sizes = read_sizes(empty_model(model))
+    for settings, others in ((own, 2 * 4 * PARAMETERS), (own[2:], 0)):
+        assert rank_state(sizes, recipe(*settings), 1, cpu=False).others == others
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma3", "qwen3_next"])
@@ -250,6 +292,10 @@ def test_vllm_beside_the_learner_asks_for_what_is_left(model, monkeypatch):
     used = GPU_SHARE * share
     assert arguments == {"kv_cache_memory_bytes": None, "gpu_memory_utilization": used}
     assert used * 80e9 < 76e9
+    two = "rollout.quant=int8", "eval.every=1", "rollout.engine.max_len=64"
+    also = recipe("rollout.engine.kind=vllm", *two)
+    beside = 2 * PARAMETERS + 64 * 64 * PER_TOKEN
+    assert share_beside_learner(also, model, device, trains=True) == asleep - beside / 80e9
     on_gpu(monkeypatch, free=10e9)
     with pytest.raises(UsageError, match=r"10\.0 of 80\.0 GB are free"):
         share_beside_learner(awake, model, device, trains=True)

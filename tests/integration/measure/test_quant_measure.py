@@ -8,6 +8,7 @@ import pytest
 from onepolicy.cli import main
 from onepolicy.config import resolve
 from onepolicy.correct.predict import predict
+from onepolicy.measure import attribution
 from onepolicy.notation import number
 from support.planted_engine import SETTINGS
 
@@ -30,3 +31,19 @@ def test_the_gap_is_named_and_the_correction_predicted(policy, tmp_path, capsys)
     assert would["keep"] == predict(config.correction, would["kl"], would["length"]).keep
     printed = " ".join(capsys.readouterr().out.split())
     assert f"settings (icepop) would keep {number(would['keep'], share=True)}" in printed
+
+
+@pytest.mark.full
+def test_the_copy_that_stands_for_the_engine_has_its_static_scales(policy, monkeypatch):
+    given, original = [], attribution.use_scales
+
+    def use_scales(copy, scales):
+        original(copy, scales)
+        given.append((copy.quantised.scales(), scales))
+
+    monkeypatch.setattr(attribution, "use_scales", use_scales)
+    static = 'rollout.quant={format="int8", activations="static"}'
+    few = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.engine.max_num_seqs=4"]
+    assert main(["measure", str(policy), *SETTINGS, *few, static]) == 0
+    ((copied, scales),) = given
+    assert copied == scales != {}

@@ -73,6 +73,15 @@ def test_a_reprefill_finds_the_routes_of_the_engine(name, subtests):
             assert {span.source for span in pack(filled).routing.spans} == {"reprefill"}
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("hf", None), ("vllm", "bfloat16")])
+def test_it_takes_weights_rounded_as_its_engine_does(kind, dtype):
+    """Under rollout.quant other codes would come of unrounded ones."""
+    config = resolve(BASE, [f"rollout.engine.kind={kind}", "replay.source=reprefill"])
+    model = make("qwen3_moe")
+    scorer = PolicyScorer(model.eval(), config, routers=bind_routers(model))
+    assert Reprefill(scorer, tokens=8).caps.weights_dtype == dtype
+
+
 def forward_sizes(reprefill, group):
     """Return the slots of each forward that records a group's routes."""
     seen = []

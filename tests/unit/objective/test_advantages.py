@@ -208,7 +208,7 @@ def test_refilling_has_a_bound_and_no_problem_twice(monkeypatch):
     groups, metrics, played = collect(monkeypatch, {7}, step=1)  # step 1 owns problems 6 to 11
     assert ([g.problem_id for g in groups], played) == ([7], [6, 7, 8, 9])
     assert metrics["rollout/refills"] == 2
-    with pytest.raises(TrainingError, match="all 6 problems of step 1 had equal rewards"):
+    with pytest.raises(TrainingError, match=r"all 6 problems .* equal rewards \(0 groups"):
         collect(monkeypatch, set())
 
 

@@ -314,6 +314,8 @@ def test_another_engine_evaluates_unquantised_weights():
     assert memory.evaluator == 2 * 2000 + memory.cache
     for settings in ({"every": 0}, {"quantised": True}):
         assert engine(rollout, eval=settings).evaluator == 0
+    pressed = EMBEDDED | {"pressure": {"scale": 0.1}}
+    assert engine(pressed, replay={"min_agreement": 0}).evaluator == memory.evaluator
 
 
 def test_a_learners_device_holds_the_engine_in_its_process():

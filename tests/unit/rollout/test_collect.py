@@ -104,6 +104,17 @@ def test_no_groups_left_stops_the_run_with_the_reason():
         run(everything)
 
 
+def test_equal_rewards_are_the_reason_if_a_group_was_whole():
+    """A few failed episodes are not why dynamic sampling finds nothing."""
+    engine, environment = Engine(), Failing({6: set(range(99))})
+    how = {"step": 3, "seed": 5, "accept": lambda group: False}
+    config = RolloutConfig(prompts_per_step=2, group_size=4)
+    with pytest.raises(
+        TrainingError, match=r"all 1 problems .* equal rewards \(1 groups dropped\)"
+    ):
+        asyncio.run(collect_rollouts(engine, environment, config, Sampling(1.0, 8), **how))
+
+
 class Unsupported(Engine):
     """An engine whose answers to some seeds lack their support, and to others have a wrong one."""
 

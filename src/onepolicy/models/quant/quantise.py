@@ -176,6 +176,13 @@ class QuantisedModel:
         return scale_staleness(self.static)
 
 
+def use_scales(copy: PreTrainedModel, scales: dict[str, float]) -> None:
+    """Give a quantised copy of an engine's model the engine's calibrated scales, if it has any."""
+    if scales:
+        quantised: Any = copy.quantised
+        quantised.use_scales(scales)
+
+
 def quantise(
     model: PreTrainedModel,
     config: QuantFormat,
