@@ -200,12 +200,12 @@ class DryRunModel:
                 self.model.set_experts_implementation(experts.NAME)
             if cpu:
                 linear.use_onednn_linear(self.model, torch.device("cpu"))
-            if invariant:
-                with kernel_stand_ins(cpu=cpu):
-                    mode.install_invariant(self.model)
-        if not invariant:
+        if cpu or not invariant:  # on-policy numerics take a kernel's norms back
             rms_norm.use_few_passes(self.model, fused=not cpu)  # not fake: it compares bits
-            rotary.use_few_passes(self.model)
+        rotary.use_few_passes(self.model)
+        if invariant:
+            with self.fake, kernel_stand_ins(cpu=cpu):
+                mode.install_invariant(self.model)
         self._layer_list = decoder_layers(self.model)
         self._layers = list(self._layer_list)
         self._kinds = _layer_kinds(self.model, self._layers)
