@@ -6,6 +6,7 @@ fixed lengths. The library that runs it ends its process where memory is short.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Generator, Iterator
 from functools import lru_cache
@@ -119,7 +120,7 @@ def _is_plain(file: Path) -> bool:
 
 
 def trial(file: str) -> Generator[Message | None, None, None]:
-    """Encode and decode a short text, as a task of bounded.py."""
+    """Copy a tokenizer, encode and decode a short text, as a task of bounded.py."""
     from tokenizers import Tokenizer
 
     yield None
@@ -130,6 +131,7 @@ def trial(file: str) -> Generator[Message | None, None, None]:
         growth = _growth(json.loads(part.__getstate__()))
         if growth > MOST_GROWTH:
             raise UsageError(f"its rules of replacement make a text {growth:,.0f} times longer")
+    copy.deepcopy(tokenizer)  # as transformers does
     size = len(TEXT.encode())
     ids = tokenizer.encode(TEXT).ids
     if len(ids) > TOKENS_PER_BYTE * size:
