@@ -35,7 +35,9 @@ def read(body: Body) -> Question:
             raise RequestError(f"{name}: nothing is stored here; send the whole input")
     included = take(body, "include", list) or []
     if take(body, "top_logprobs", int) or LOGPROBS in included:
-        raise RequestError(f"top_logprobs: are recorded here and not sent; leave out {LOGPROBS} too")
+        raise RequestError(
+            f"top_logprobs, {LOGPROBS}: are recorded here and not sent; leave them out"
+        )
     if take(body, "background", bool):
         raise RequestError("background: answers come at once or as a stream; leave it out")
     messages = []
