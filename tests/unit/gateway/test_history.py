@@ -497,7 +497,7 @@ def test_branches_train_their_common_beginning_once():
     right = ask(session, *root.conversation, Message("user", "right"))
     assert right.parent is root
     ask(session, *left.conversation, AGAIN)
-    long, short = samples_of(session)
+    short, long = samples_of(session)
     assert long.response_length == sum(map(len, ("root", "left", "left 2"))) + 3
     assert short.response_length == len("right") + 1
     assert short.routing.valid.all()

@@ -287,6 +287,9 @@ def test_a_template_with_empty_thoughts_in_its_last_turn_only(prompt):
     turn = env.tokenizer.encode(f"<think>so</think>{call('6 * 7')}<eos>")
     assert between[: len(turn)] == turn
     assert env.tokenizer.decode(between[len(turn) :]) == f"<tool>42<eos>{prompt}"
+    assert env.turns.parse_turn(f"{call('6 * 7')}</think>It is 42").answer == "It is 42"
+    in_thought = env.turns.parse_turn(call("6 * 7")) == ParsedTurn(answer="")
+    assert in_thought == prompt.endswith("<think>")
 
 
 def test_json_calls_without_marks():
@@ -311,13 +314,6 @@ def test_a_turn_whose_thoughts_have_no_end_says_nothing():
         assert environment(HERMES).turns.parse_turn(text) == ParsedTurn(answer="")
         assert TurnFormat().parse_turn(text) == ParsedTurn(answer="")
         assert Renderer(tokenizer_of(HERMES)).read_turn(text, (), 0).text == ""
-    text = f"so {call('1+1')}"
-    opening = HERMES.replace("%}<bot>{% endif", "%}<bot><think>\n{% endif")
-    assert opening != HERMES
-    assert environment(HERMES).turns.parse_turn(text).calls
-    turns = environment(opening, history="fork").turns
-    assert turns.parse_turn(text) == ParsedTurn(answer="")
-    assert turns.parse_turn(f"{text}</think> 2").answer == "2"
 
 
 # --- the rest -------------------------------------------------------------------------------------
