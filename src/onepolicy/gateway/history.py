@@ -206,14 +206,17 @@ class History:
             if turn.length < len(path.tokens):
                 path = path.fork()
                 path.truncate(turn.length)
+            finish = turn.finish
+            if turn.stop is not None:  # cut where the client asked, and not by a limit
+                finish = "stop"
             if path.sampled_tokens:
                 samples.append(
-                    path.to_sample(reward=reward, temperature=temperature, finish=turn.finish)
+                    path.to_sample(reward=reward, temperature=temperature, finish=finish)
                 )
         return tuple(samples)
 
     def last_turns(self) -> list[Turn]:
-        """Return the last turn of every path that counts, in the order of the paths' beginnings."""
+        """Return the last turn of every path that counts, the one that ended the episode last."""
         last: dict[int, Turn] = {}
         counted = [root for root in self.roots if not self.is_auxiliary(root)]
         if self.credit == "main" and counted:
@@ -223,7 +226,7 @@ class History:
         for turn in self.turns:
             if turn.root in kept and not turn.is_abandoned:
                 last[id(turn.path)] = turn
-        return list(last.values())
+        return sorted(last.values(), key=lambda turn: turn.number)
 
     def _match(self, request: Request) -> tuple[Turn | None, int, bytes, bool]:
         """Return the last served turn that the messages begin with.

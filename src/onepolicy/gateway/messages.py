@@ -77,7 +77,8 @@ def message_key(message: Message) -> bytes:
     Left out: thoughts, white space around the text, how the JSON of arguments is written, and the
     ids in the calls, because some clients change these without saying anything else.
     """
-    calls = [(call.name, _sorted_json(call.values())) for call in message.calls]
+    written = [_sorted_json(_with_whole_numbers(call.values())) for call in message.calls]
+    calls = [(call.name, each) for call, each in zip(message.calls, written, strict=True)]
     return _digest(message.role, message.text.strip(), repr(calls), message.call_id)
 
 
@@ -94,6 +95,17 @@ def chain_key(before: bytes, message: Message) -> bytes:
 def _digest(*texts: str) -> bytes:
     data = json.dumps(texts).encode()
     return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """Return JSON with whole floats as integers: programs in JavaScript write 5.0 as 5."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _with_whole_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(inner) for inner in value]
+    return value
 
 
 def _sorted_json(value: Any) -> str:

@@ -43,11 +43,13 @@ def run_program(report: int) -> None:
 
 
 def _read(path: str, most_bytes: int) -> str | None:
-    """Return the beginning of a file in base64, None if there is none. A pipe is no file."""
+    """Return the end of a file in base64, None if there is none. A pipe is no file."""
     try:
         # A pipe would be waited for, and a link may lead to any file that the program can read.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            about = os.fstat(file.fileno())
+            if stat.S_ISREG(about.st_mode):
+                file.seek(max(0, about.st_size - most_bytes))
                 return base64.b64encode(file.read(most_bytes)).decode()
     except (OSError, ValueError):
         pass

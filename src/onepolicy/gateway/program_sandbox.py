@@ -44,10 +44,8 @@ ADDRESS = f"http://127.0.0.1:{program_init.PORT}"
 FOLDER = "/program"
 MOST_BYTES, MOST_REPORTED = 2**15, 2**17
 """Bytes of a result file that are read, and of a report, which holds them in base64."""
-MOST_PRINTED = 2**18
-"""Bytes of a program's output that are kept, the first ones."""
-ERRORS_KEPT = 2000
-"""Bytes of its stderr that are kept, the last ones."""
+PRINTED_KEPT, ERRORS_KEPT = 2**18, 2000
+"""Bytes of a program's stdout and stderr that are kept: the last ones, where answers are."""
 INODES = 2**16
 """Files, folders and links in the working folder."""
 FILES = 1024
@@ -92,7 +90,7 @@ class Ended:
     status: int | None
     printed: str
     errors: str  # the end of its stderr
-    file: str | None  # the beginning of its result file
+    file: str | None  # the end of its result file
 
 
 class ProgramSandbox:
@@ -125,6 +123,11 @@ class ProgramSandbox:
                 f"task.kind: no sandbox for programs can be made here ({error}); allow "
                 "unprivileged user namespaces"
             ) from None
+        if ended.status is None:
+            raise UsageError(
+                f"task.seconds: {self.config.seconds:g} s are too few to start a sandbox here; "
+                "raise it"
+            )
         *gaps, last = ended.printed.splitlines() or [""]
         if last != "checked":
             raise UsageError(
@@ -218,19 +221,15 @@ async def _feed_and_read(
     """Feed a sandbox and collect its output until it ends."""
     assert process.stdin is not None
 
-    async def read(stream: asyncio.StreamReader | None, kept: bytearray, first: int) -> None:
-        """Keep the first bytes of a stream, or the last ERRORS_KEPT if `first` is 0."""
+    async def read(stream: asyncio.StreamReader | None, kept: bytearray, most: int) -> None:
+        """Keep the last bytes of a stream."""
         assert stream is not None
         while not stream.at_eof():
-            chunk = await stream.read(1 << 16)
-            if first:
-                kept += chunk[: max(0, first - len(kept))]
-            else:
-                kept += chunk
-                del kept[:-ERRORS_KEPT]
+            kept += await stream.read(1 << 16)
+            del kept[:-most]
 
     reading = asyncio.gather(
-        read(process.stdout, printed, MOST_PRINTED), read(process.stderr, errors, 0)
+        read(process.stdout, printed, PRINTED_KEPT), read(process.stderr, errors, ERRORS_KEPT)
     )
     try:
         with contextlib.suppress(ConnectionError):  # it may end before it has read everything

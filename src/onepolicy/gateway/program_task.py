@@ -149,7 +149,7 @@ class Programs:
         reward = self._reward(problem, ended)
         samples = history.to_samples(reward=reward, temperature=temperature)
         if not samples:
-            raise EpisodeError(f"{_lack_of_turns(session)}; {_describe(ended)}")
+            raise EpisodeError(f"{_lack_of_turns(session, ended)}; {_describe(ended)}")
         self._count(ended, history, time.monotonic() - begun)
         return samples
 
@@ -332,10 +332,14 @@ def _number(text: str) -> float | None:
     return value
 
 
-def _lack_of_turns(session: Session) -> str:
+def _lack_of_turns(session: Session, ended: Ended) -> str:
     """Return why an episode has no sample."""
+    if session.requests and ended.status is None:
+        return "no turn was sampled in its time; raise task.seconds"
     if session.requests:
-        return "no turn was sampled before the program ended; raise task.seconds"
+        return "the program ended before a turn was sampled"
+    if session.refused is not None:
+        return f"no request of the program could be served: {session.refused}"
     return "the program asked for no turn"
 
 

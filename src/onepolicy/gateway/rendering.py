@@ -28,13 +28,14 @@ from onepolicy.envs.multiturn.dialogue import (
     EXAMPLE_QUESTION,
     THOUGHT,
     THOUGHT_END,
+    THOUGHT_START,
     ChatTemplate,
+    split_thoughts,
 )
 from onepolicy.envs.multiturn.tokenization import encode_text
 from onepolicy.gateway.messages import Call, Message, RequestError, Tool
 from onepolicy.gateway.unknown import UnknownText, without_surrogates
 
-THOUGHT_START = "<think>"
 TURN_PLACEHOLDER = "textofturn"
 EXAMPLE_TOOL: Tool = {
     "type": "function",
@@ -127,8 +128,7 @@ class Renderer:
             self.calls = find_call_format(template, [NAME_PLACEHOLDER], example)
         except UsageError as error:
             self.no_calls = str(error).removeprefix("task.tools: ")
-        opening = render_chat(tokenizer, [EXAMPLE_QUESTION], prompt=True)
-        self._starts_in_thought = opening.rstrip().endswith(THOUGHT_START)
+        self._starts_in_thought = ChatTemplate(tokenizer, ()).starts_in_thought()
         self._late_system = "system"
         if not self._writes_late_system():
             self._late_system = "user"
@@ -182,16 +182,12 @@ class Renderer:
         Calls get the ids from number `first_call` on. Calls that are not written as the template
         writes them are text.
         """
-        thought, ended, rest = text.rpartition(THOUGHT_END)
-        opened = text.lstrip().startswith(THOUGHT_START) or self._starts_in_thought
-        if not ended and opened:
-            thought, rest = text, ""
-        thought = thought.replace(THOUGHT_START, "", 1).strip()
+        thought, rest = split_thoughts(text, opened=self._starts_in_thought)
         if not tools or self.calls is None:
-            return Message("assistant", rest.strip(), thought)
+            return Message("assistant", rest, thought)
         read = [self.calls.read(call) for call in self.calls.find(rest)]
         if not read or None in read:
-            return Message("assistant", rest.strip(), thought)
+            return Message("assistant", rest, thought)
         before = rest[: rest.index(self.calls.start)].strip()
         calls = [
             Call(f"call{first_call + i:05d}", call[0], json.dumps(call[1]))

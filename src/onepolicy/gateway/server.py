@@ -97,10 +97,15 @@ class _Handler:
     async def answer(self, dialect: Dialect, http: HTTPRequest) -> Response:
         """Answer a request for a turn in a dialect."""
         try:
-            session = self.episodes.find(_key_of(http))
+            self.episodes.find(_key_of(http))
             body, digest = await _read_body(http)
+            session = self.episodes.find(_key_of(http))  # it may have ended meanwhile
+        except RequestError as error:
+            return _error_response(dialect, error)
+        try:
             question = dialect.read(body)
         except RequestError as error:
+            session.refused = error
             return _error_response(dialect, error)
         key = http.headers.get("idempotency-key")
         repeated = key is not None or http.headers.get("x-stainless-retry-count", "0") != "0"
@@ -266,6 +271,7 @@ def _error_of(work: asyncio.Future[Turn], session: Session) -> RequestError:
         return RequestError("the episode has ended", status=403, code="episode_over")
     error = work.exception()
     if isinstance(error, RequestError):
+        session.refused = error
         return error
     LOG.error("%s: no turn was sampled", session.name, exc_info=error)
     return RequestError("the engine failed; see the gateway's log", status=500, code="engine")

@@ -99,6 +99,7 @@ class Session:
         self.id, self.begun = secrets.token_hex(6), int(time.time())
         self.requests = self.counted = self.replayed = 0
         self.running = 0  # turns that are being sampled
+        self.refused: RequestError | None = None  # the last one
         self._sampled = self._reserved = 0  # tokens
         self._turn_ended = asyncio.Event()
         self._closed = False

@@ -33,11 +33,16 @@ class Sandbox:
             await self.ended.wait()
         if stdin == "ask nothing":
             return Ended(0, "", "", None)
+        more = {}
+        if stdin == "ask wrongly":
+            more = {"tools": [{"type": "custom"}]}
         transport = httpx2.AsyncHTTPTransport(uds=str(gateway))
         async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
-            body = {"messages": [{"role": "user", "content": stdin}]}
+            body = {"messages": [{"role": "user", "content": stdin}]} | more
             headers = {"authorization": f"Bearer {key}"}
             answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+        if answer.is_error:
+            return Ended(1, "", "refused", None)
         return Ended(0, answer.json()["choices"][0]["message"]["content"], "", None)
 
 
@@ -76,3 +81,14 @@ def test_a_program_that_asks_for_no_turn_is_no_episode(programs):
         asyncio.run(play_episode(engine, programs, problem, SAMPLING, lambda turn: turn))
     (gateway,) = programs.sandbox.gateways
     assert not gateway.parent.exists()
+
+
+def test_a_program_without_a_turn_is_told_why(programs):
+    engine, problem = RecordingEngine(TOKENIZER, ["6"]), Problem(0, "ask wrongly", "6")
+    said = r"could be served: tools\[0\].type: 'custom', .*; it ended with status 1: refused"
+    with pytest.raises(EpisodeError, match=said):
+        asyncio.run(play_episode(engine, programs, problem, SAMPLING, lambda turn: turn))
+    asked = SimpleNamespace(requests=1, refused=None)
+    for status in (0, 1, None):  # it has lacked time only if that ended it
+        said = program_task._lack_of_turns(asked, Ended(status, "", "", None))
+        assert ("task.seconds" in said) == (status is None)

@@ -177,6 +177,25 @@ def test_an_episode_that_cannot_be_scored_stays_open():
     assert app.post("/v1/episodes/end", end, key=app.secret).json() == {"turns": 1}
 
 
+def test_an_episode_that_ends_while_a_body_is_sent_samples_nothing():
+    app = App("yes")
+    path = "/v1/messages"
+    app.episodes.find(app.key)
+
+    async def body():
+        yield json.dumps(PATHS[path])[:9].encode()
+        app.episodes.end("a")
+        yield json.dumps(PATHS[path])[9:].encode()
+
+    async def play():
+        async with app.client() as client:
+            return await client.post(path, content=body(), headers={"x-api-key": app.key})
+
+    answer = asyncio.run(play())
+    assert (answer.status_code, "has ended" in answer.text) == (403, True)
+    assert not app.engine.requests
+
+
 def test_an_episode_with_a_running_turn_is_not_ended():
     app = App("yes")
     generate, asked, go_on = app.engine.generate, asyncio.Event(), asyncio.Event()

@@ -258,11 +258,60 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
         (responses, {"input": "x", "previous_response_id": "r"}, "^previous_response_id"),
         (responses, {"input": [{"type": "item_reference"}]}, r"^input\[0\].type"),
         (responses, {"input": "x", "background": True}, "^background"),
+        (responses, {"input": "x", "top_logprobs": 2}, "^top_logprobs"),
+        (responses, {"input": "x", "include": ["message.output_text.logprobs"]}, "^top_logprobs"),
+        (chat, {"messages": [USER], "functions": [LOOK]}, "^functions: is the old form"),
     ],
 )
 def test_what_cannot_be_read_is_named(dialect, body, match):
     with pytest.raises(RequestError, match=match):
         dialect.read(body)
+
+
+def with_tool(dialect, kind):
+    return BODIES[dialect] | {"tools": [{"type": kind, "name": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "kind"),
+    [
+        *((anthropic, kind) for kind in ("bash_20250124", "text_editor_20250728")),
+        *((anthropic, kind) for kind in ("computer_20250124", "memory_20250818")),
+        *((responses, kind) for kind in ("custom", "local_shell", "shell", "apply_patch", None)),
+    ],
+)
+def test_a_tool_that_the_program_runs_is_never_left_out_in_silence(dialect, kind):
+    with pytest.raises(RequestError, match=rf"^tools\[0\].type: {kind!r}, the program's"):
+        dialect.read(with_tool(dialect, kind))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "kind"),
+    [
+        *((anthropic, kind) for kind in ("web_fetch_20250910", "code_execution_20250825")),
+        *((anthropic, kind) for kind in ("mcp_toolset", "tool_search_tool_bm25_20251119")),
+        *((responses, kind) for kind in ("web_search_preview", "file_search", "mcp")),
+        *((responses, kind) for kind in ("code_interpreter", "image_generation")),
+    ],
+)
+def test_a_tool_that_the_provider_runs_is_left_out(dialect, kind):
+    assert dialect.read(with_tool(dialect, kind)).request.tools == ()
+
+
+def test_tools_in_a_namespace_are_offered_and_called_by_both_names():
+    tool = LOOK | {"type": "function", "parameters": SCHEMA}
+    spoken = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [tool]}
+    body = {"input": "x", "tools": [tool, spoken]}
+    names = [each["function"]["name"] for each in responses.read(body).request.tools]
+    assert names == ["look", "agents::look"]
+    made = reply("calls", Message("assistant", calls=(Call("a", "agents::look", "{}"),)))
+    (item,) = responses.write(made)["output"]
+    assert (item["namespace"], item["name"]) == ("agents", "look")
+    assert item in [event.get("item") for event in events_of(responses, made)]
+    assert responses.read({"input": [item]}).request.messages == (made.message,)
+    spoken["tools"] = [{"type": "custom", "name": "x"}]
+    with pytest.raises(RequestError, match=r"^tools\[1\].tools\[0\].type: 'custom'"):
+        responses.read(body)
 
 
 VALUES = st.sampled_from([None, True, -1, 2.5, "x", "", [], {}, [[]], [{}], {"type": []}, ["x"]])

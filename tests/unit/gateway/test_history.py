@@ -117,11 +117,13 @@ def test_equals_the_same_episode_of_our_own(turns, max_tokens, routes):
 
 
 def test_a_turn_is_continued_from_its_ids_however_its_message_comes_back():
-    session = session_of("  so  " + call("look", b=1, a=[2]), "done")
+    session = session_of("  so  " + call("look", b=1.0, a=[2, {"c": 0.5}]), "done")
     first = ask(session, USER, tools=(TOOL,))
     (made,) = first.message.calls
-    assert (first.message.text, json.loads(made.arguments)) == ("so", {"b": 1, "a": [2]})
-    other = Message("assistant", "so\n", calls=(Call("x", "look", '{"a":[2],  "b":1}'),))
+    assert first.message.text == "so"
+    assert made.arguments == '{"b": 1.0, "a": [2, {"c": 0.5}]}'
+    sent = '{"a":[2.0,{"c":0.5}],  "b":1}'  # JavaScript writes 1.0 as 1
+    other = Message("assistant", "so\n", calls=(Call("x", "look", sent),))
     second = ask(session, USER, other, Message("tool", "seen", call_id="x"), tools=(TOOL,))
     assert second.parent is first
     assert second.path.tokens[: first.length] == first.path.tokens[: first.length]
@@ -276,7 +278,7 @@ def test_a_cut_turn_is_ended_before_it_is_continued():
 
 
 def test_a_stop_text_cuts_the_tokens_that_the_client_never_sees():
-    session = session_of("one STOP two", "done")
+    session = session_of("one STOP two", "done", "well")
     first = ask(session, USER, stop=("never", "STOP"))
     assert (first.message.text, first.stop) == ("one", "STOP")
     assert TOKENIZER.decode(first.path.tokens[first.start :]) == "one STOP"
@@ -286,6 +288,9 @@ def test_a_stop_text_cuts_the_tokens_that_the_client_never_sees():
     assert sample.response_length == len("one STOP") + len("done") + 1
     assert len(sample.routing) == len(sample.tokens) - 1
     assert bool(sample.routing.valid.all())
+    last = ask(session, USER, first.message, AGAIN, second.message, AGAIN, stop=("l",))
+    assert (last.finish, last.stop) == ("length", "l")
+    assert [each.finish for each in samples_of(session)] == ["stop"]  # at no limit
 
 
 @pytest.mark.parametrize(
@@ -492,7 +497,7 @@ def test_branches_train_their_common_beginning_once():
     right = ask(session, *root.conversation, Message("user", "right"))
     assert right.parent is root
     ask(session, *left.conversation, AGAIN)
-    long, short = samples_of(session)
+    short, long = samples_of(session)
     assert long.response_length == sum(map(len, ("root", "left", "left 2"))) + 3
     assert short.response_length == len("right") + 1
     assert short.routing.valid.all()
@@ -687,6 +692,15 @@ def test_the_main_conversation_is_the_one_asked_first_though_another_is_answered
     asyncio.run(both())
     assert [turn.message.text for turn in session.history.turns] == ["checked", "main"]
     assert [turn.message.text for turn in session.history.last_turns()] == ["main"]
+
+
+def test_the_last_sample_is_of_the_conversation_that_ended_the_episode():
+    """A run reads off it whether an episode was cut."""
+    session = session_of("main", "checked", "a long answer")
+    first = ask(session, USER, tools=(TOOL,))
+    ask(session, AGAIN, tools=(TOOL,))
+    ask(session, USER, first.message, AGAIN, tools=(TOOL,), max_tokens=3)
+    assert [each.finish for each in samples_of(session)] == ["stop", "length"]
 
 
 def test_a_retry_is_answered_once():

@@ -112,7 +112,11 @@ def _parse_numbers(space: Any, text: str) -> Any:
         numbers = np.array([float(part) for part in text.split(",")]).reshape(space.shape)
     except (ValueError, OverflowError):
         return None
-    whole = space.dtype.kind == "f" or np.array_equal(numbers, np.trunc(numbers))
-    if not (whole and np.isfinite(numbers).all()):
+    if not np.isfinite(numbers).all():
         return None
-    return numbers.astype(space.dtype)[()]
+    with np.errstate(invalid="ignore"):
+        action = numbers.astype(space.dtype)
+    # A number that is not whole would be cut, one that is too large wraps around.
+    if space.dtype.kind != "f" and not np.array_equal(action, numbers):
+        return None
+    return action[()]

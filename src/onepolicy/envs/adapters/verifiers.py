@@ -20,12 +20,7 @@ from onepolicy.envs.adapters.verifiers_checks import (
     check_task_supported,
     load_single_agent_env,
 )
-from onepolicy.envs.multiturn.dialogue import (
-    THOUGHT_END,
-    InitialPrompt,
-    TurnFormat,
-    strip_thoughts,
-)
+from onepolicy.envs.multiturn.dialogue import InitialPrompt, TurnFormat
 from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment, PathOptions
 from onepolicy.envs.tasks.reasoning_gym import MAX_TRIES
 from onepolicy.envs.tasks.seeding import Split, seeded_rng, split_of_text
@@ -217,10 +212,8 @@ class PolicyInteraction:
         """
         import verifiers.v1 as vf
 
-        thought = text.rpartition(THOUGHT_END)[0].replace("<think>", "").strip()
-        message = vf.AssistantMessage(
-            content=strip_thoughts(text), reasoning_content=thought or None
-        )
+        thought, said = self._episode.env.turns.split_thoughts(text)
+        message = vf.AssistantMessage(content=said, reasoning_content=thought or None)
         node = self._append_message(message, sampled=True)
         usage = vf.Usage(prompt_tokens=before, completion_tokens=after - before)
         self.trace.calls.append(vf.ModelCall(node=node, finish_reason="stop", usage=usage))
@@ -318,6 +311,8 @@ class Verifiers(MultiTurnEnvironment):
         try:
             await self.env.setup(agents)
             await self.env.run(task, agents)
+            if isinstance(agent.engine_error, Exception):  # which the environment has caught
+                raise agent.engine_error
             if not episode.has_turns:
                 raise EpisodeError(f"{env_id} asked its agent for no turn")
             if not agent.truncated:

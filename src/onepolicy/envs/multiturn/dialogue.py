@@ -31,9 +31,9 @@ Pieces = tuple[Sequence[str], Sequence[str]]
 # Placeholders are rendered in place of texts, then found again in the rendered template.
 MESSAGE_PLACEHOLDER = "textofmessage"
 REPLY_PLACEHOLDER = "textofreply"
-THOUGHT_END = "</think>"
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 THOUGHT_TEXT = "athought"
-THOUGHT = f"<think>\n{THOUGHT_TEXT}\n{THOUGHT_END}\n\n"
+THOUGHT = f"{THOUGHT_START}\n{THOUGHT_TEXT}\n{THOUGHT_END}\n\n"
 EXAMPLE_QUESTION = {"role": "user", "content": MESSAGE_PLACEHOLDER}
 
 
@@ -61,6 +61,8 @@ class TurnFormat:
     """Text before the first prompt."""
     schemas: Sequence[Any] = ()
     """Tools that the template prints."""
+    starts_in_thought = False
+    """The template's prompt opens the thoughts of a turn."""
 
     def turn_message(self, content: str) -> Message:
         """Return an example turn of the policy, to see which text the template puts around it."""
@@ -76,12 +78,22 @@ class TurnFormat:
 
     def parse_turn(self, text: str) -> ParsedTurn:
         """Return the calls or the answer in a turn's text."""
-        return ParsedTurn(answer=strip_thoughts(text))
+        return ParsedTurn(answer=self.split_thoughts(text)[1])
+
+    def split_thoughts(self, turn: str) -> tuple[str, str]:
+        """Return a turn's thoughts and the text after them."""
+        return split_thoughts(turn, opened=self.starts_in_thought)
 
 
-def strip_thoughts(turn: str) -> str:
-    """Return a turn's text after its thoughts."""
-    return turn.rpartition(THOUGHT_END)[2].strip()
+def split_thoughts(turn: str, *, opened: bool) -> tuple[str, str]:
+    """Return a turn's thoughts and the text after them, which is empty if they have no end.
+
+    opened: the prompt opens them. Otherwise a turn may, at its beginning.
+    """
+    thought, ended, text = turn.rpartition(THOUGHT_END)
+    if not ended and (opened or turn.lstrip().startswith(THOUGHT_START)):
+        thought, text = turn, ""
+    return thought.replace(THOUGHT_START, "", 1).strip(), text.strip()
 
 
 class ChatTemplate:
@@ -93,6 +105,10 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """Return the messages as text. prompt: end with the beginning of the policy's turn."""
         return render_chat(self.tokenizer, messages, tools=self.schemas, prompt=prompt)
+
+    def starts_in_thought(self) -> bool:
+        """Return whether the prompt of a turn opens its thoughts."""
+        return self.render([EXAMPLE_QUESTION], prompt=True).rstrip().endswith(THOUGHT_START)
 
     def render_to_turn_end(self, messages: Sequence[Message]) -> str:
         """Return the rendered text up to the token that ends the last turn."""
@@ -121,6 +137,7 @@ class Dialogue:
         self._between_turns: dict[int, list[str]] = {}  # number of replies -> texts around them
         if tokenizer.chat_template is not None:
             self._check_history()
+            turns.starts_in_thought = self._template.starts_in_thought()
 
     def encode_first_prompt(self, prompt: InitialPrompt) -> list[int]:
         """Return the ids of the prompt of the first turn."""

@@ -15,7 +15,6 @@ from onepolicy.envs.multiturn.call_format import (
     find_call_format,
 )
 from onepolicy.envs.multiturn.dialogue import (
-    THOUGHT_END,
     ChatTemplate,
     Message,
     ParsedTurn,
@@ -98,7 +97,7 @@ class TemplateCallFormat(TurnFormat):
 
     def parse_turn(self, text: str) -> ParsedTurn:
         """Return the calls or the answer after the turn's thoughts."""
-        text = text.rpartition(THOUGHT_END)[2]
+        _, text = self.split_thoughts(text)
         texts = self._calls.find(text)
         start = self._calls.start
         if not texts and start and start in text:
@@ -111,7 +110,7 @@ class TemplateCallFormat(TurnFormat):
             calls.append(call)
         if calls:
             return ParsedTurn(calls=tuple(calls))
-        return ParsedTurn(answer=text.strip())
+        return ParsedTurn(answer=text)
 
     def _parse_call(self, text: str) -> ToolCall | str:
         """Return the call, or the error of a malformed call."""

@@ -57,11 +57,12 @@ def calculate(text: str, *, operations: int | None = None) -> str:
             raise _InvalidExpression(f"longer than {MAX_CHARACTERS} characters")
         with warnings.catch_warnings():  # Python warns about digits before a word
             warnings.simplefilter("ignore", SyntaxWarning)
-            tree = ast.parse(text.strip(), mode="eval")
+            text = text.strip()
+            tree = ast.parse(text, mode="eval")
         used = sum(isinstance(node, ast.BinOp | ast.Call) for node in ast.walk(tree))
         if operations is not None and used > operations:
             raise _InvalidExpression(f"{used} operations; at most {operations} at a time")
-        return _format_value(_evaluate(tree.body))
+        return _format_value(_evaluate(tree.body, text))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return "error: not an expression"
     except ZeroDivisionError:
@@ -74,29 +75,36 @@ class _InvalidExpression(Exception):
     """The error of an expression that is not computed."""
 
 
-def _evaluate(node: ast.expr) -> Value:
+def _evaluate(node: ast.expr, text: str) -> Value:
+    """Return the value of a part of the expression `text`."""
     match node:
         case ast.Constant(value=int() as number) if not isinstance(number, bool):
             return _check_size(Fraction(number))
-        case ast.Constant(value=float() as number) if math.isfinite(number):
-            return _check_size(Fraction(ast.unparse(node)))
         case ast.Constant(value=float()):
-            raise _InvalidExpression("not a finite number")
+            return _check_size(_decimal(ast.get_source_segment(text, node) or ""))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_evaluate(operand)
+            return -_evaluate(operand, text)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _evaluate(operand)
+            return _evaluate(operand, text)
         case ast.BinOp(left=left, op=operator, right=right):
-            return _check_size(_apply(operator, _evaluate(left), _evaluate(right)))
+            return _check_size(_apply(operator, _evaluate(left, text), _evaluate(right, text)))
         case ast.Call(func=ast.Name(id=name), args=[_, *_] as arguments, keywords=[]) if (
             name in FUNCTIONS
         ):
             if name == "abs" and len(arguments) != 1:
                 raise _InvalidExpression("abs takes one number")
-            return _check_size(FUNCTIONS[name](*map(_evaluate, arguments)))
+            return _check_size(FUNCTIONS[name](*(_evaluate(each, text) for each in arguments)))
     raise _InvalidExpression(
         "only numbers, + - * / // % **, parentheses and " + ", ".join(FUNCTIONS)
     )
+
+
+def _decimal(written: str) -> Value:
+    """Return the value of a decimal as it is written: Python's own float of it is rounded."""
+    exponent = written.lower().partition("e")[2]
+    if exponent and abs(int(exponent)) > MAX_BITS:
+        raise _InvalidExpression("too large")
+    return Fraction(written)
 
 
 def _apply(operator: ast.operator, left: Value, right: Value) -> Value:

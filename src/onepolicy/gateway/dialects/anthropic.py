@@ -11,6 +11,7 @@ from onepolicy.gateway.dialects.common import (
     Reply,
     arguments_of,
     event,
+    is_function,
     items,
     need,
     read_function,
@@ -120,7 +121,7 @@ def _read_tools(body: Body) -> tuple[Tool, ...]:
     return tuple(
         read_function(tool, path, "input_schema")
         for path, tool in items(take(body, "tools", list) or [], "tools")
-        if tool.get("type") in (None, "custom")
+        if is_function(tool, path, (None, "custom"))
     )
 
 

@@ -44,6 +44,8 @@ def read(body: Body) -> Question:
         raise RequestError("n: one answer a request is sampled; send several requests")
     if take(body, "logprobs", bool):
         raise RequestError("logprobs: are recorded here and not sent; leave it out")
+    if body.get("functions"):
+        raise RequestError("functions: is the old form of tools; send tools")
     tools = []
     for path, tool in items(take(body, "tools", list) or [], "tools"):
         if tool.get("type") != "function":

@@ -11,6 +11,11 @@ from onepolicy.gateway.messages import Call, Message, Request, RequestError, Too
 
 Body = dict[str, Any]
 T = TypeVar("T")
+SERVER_TOOLS = (
+    *("web_search", "web_fetch", "code_execution", "file_search", "code_interpreter"),
+    *("image_generation", "mcp", "tool_search_tool"),
+)
+"""Beginnings of the types of tools that a provider's servers run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,19 @@ def read_function(body: Mapping[str, Any], path: str, parameters: str) -> Tool:
         function["description"] = description
     function["parameters"] = take(body, parameters, dict, path) or {"type": "object"}
     return {"type": "function", "function": function}
+
+
+def is_function(tool: Body, path: str, types: Sequence[str | None]) -> bool:
+    """Return whether a tool is a function, of one of these types, and not one of SERVER_TOOLS.
+
+    Raises RequestError for any other: the program runs it, and the policy would not be told of it.
+    """
+    kind = tool.get("type")
+    if kind in types:
+        return True
+    if not str(kind).startswith(SERVER_TOOLS):
+        raise RequestError(f"{path}type: {kind!r}, the program's tools are functions here")
+    return False
 
 
 def read_sampling(body: Mapping[str, Any], names: Sequence[str]) -> tuple[tuple[str, Any], ...]:

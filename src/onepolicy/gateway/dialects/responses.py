@@ -11,6 +11,7 @@ from onepolicy.gateway.dialects.common import (
     Question,
     Reply,
     event,
+    is_function,
     items,
     need,
     read_function,
@@ -21,6 +22,9 @@ from onepolicy.gateway.dialects.common import (
 from onepolicy.gateway.messages import Call, Message, Request, RequestError, Tool
 
 PING = chat.PING
+LOGPROBS = "message.output_text.logprobs"
+IN_NAMESPACE = "::"
+"""Between the name of a namespace and that of a tool in it, as the policy sees and calls it."""
 write_error = chat.write_error
 
 
@@ -29,6 +33,11 @@ def read(body: Body) -> Question:
     for name in ("previous_response_id", "conversation", "prompt"):
         if body.get(name) is not None:
             raise RequestError(f"{name}: nothing is stored here; send the whole input")
+    included = take(body, "include", list) or []
+    if take(body, "top_logprobs", int) or LOGPROBS in included:
+        raise RequestError(
+            f"top_logprobs, {LOGPROBS}: are recorded here and not sent; leave them out"
+        )
     if take(body, "background", bool):
         raise RequestError("background: answers come at once or as a stream; leave it out")
     messages = []
@@ -80,9 +89,20 @@ def _read_tools(body: Body) -> tuple[Tool, ...]:
     """Return the tools that the program runs. Those that OpenAI runs are left out."""
     return tuple(
         read_function(tool, path, "parameters")
-        for path, tool in items(take(body, "tools", list) or [], "tools")
-        if tool.get("type") == "function"
+        for path, tool in _flat_tools(take(body, "tools", list) or [])
+        if is_function(tool, path, ("function",))
     )
+
+
+def _flat_tools(given: list[Any]) -> Iterator[tuple[str, Body]]:
+    """Yield all tools, those in namespaces (codex has some) under the names of both."""
+    for path, tool in items(given, "tools"):
+        if tool.get("type") != "namespace":
+            yield path, tool
+            continue
+        before = need(tool, "name", str, path) + IN_NAMESPACE
+        for inner_path, inner in items(need(tool, "tools", list, path), f"{path}tools"):
+            yield inner_path, inner | {"name": before + need(inner, "name", str, inner_path)}
 
 
 def _read_items(given: list[Any]) -> list[Message]:
@@ -117,11 +137,11 @@ def _read_item(item: Body, path: str) -> Message:
             raise RequestError(f"{path}role: {name!r} is not system, developer, user or assistant")
         return Message(chat.ROLES[name], read_texts(item, "content", path, chat.TEXT))
     if kind == "function_call":
-        call = Call(
-            need(item, "call_id", str, path),
-            need(item, "name", str, path),
-            take(item, "arguments", str, path) or "{}",
-        )
+        number, name = need(item, "call_id", str, path), need(item, "name", str, path)
+        namespace = take(item, "namespace", str, path)
+        if namespace is not None:
+            name = namespace + IN_NAMESPACE + name
+        call = Call(number, name, take(item, "arguments", str, path) or "{}")
         return Message("assistant", calls=(call,))
     if kind == "function_call_output":
         text = read_texts(item, "output", path, chat.TEXT)
@@ -144,7 +164,12 @@ def _output(reply: Reply) -> list[Body]:
         output.append(item | {"status": "completed", "content": [_text_part(message.text)]})
     for call in message.calls:
         item = {"id": f"fc_{reply.id}_{call.id}", "type": "function_call", "call_id": call.id}
-        item |= {"name": call.name, "arguments": call.arguments, "status": "completed"}
+        namespace, found, name = call.name.partition(IN_NAMESPACE)
+        if found:
+            item["namespace"] = namespace
+        else:
+            name = call.name
+        item |= {"name": name, "arguments": call.arguments, "status": "completed"}
         output.append(item)
     return output
 

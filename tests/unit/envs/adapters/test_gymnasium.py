@@ -147,11 +147,13 @@ def test_spaces_in_words_and_back():
     assert parse_action(spaces.Discrete(3, start=5), "6", ()) == 6
     assert parse_action(several, "1, 2", ()).tolist() == [1, 2]
     assert parse_action(box, "0.5,-0.5", ()).tolist() == [0.5, -0.5]
+    assert parse_action(spaces.Box(0, 255, (1,), np.uint8), "44", ()).tolist() == [44]
     assert parse_action(spaces.Text(4), " go ", ()) == "go"
     for wrong_space, texts in (
         (spaces.Discrete(3), ("3", "nan", "1e400")),
         (several, ("1", "1, 3")),
         (box, ("2, 0",)),
+        (spaces.Box(0, 255, (1,), np.uint8), ("300", "-1", "1e30", "nan", "1.5")),
         (spaces.Text(4), ("too long",)),
     ):
         for text in texts:

@@ -1,5 +1,7 @@
 """Environments of verifiers, of whose classes there are stand-ins here."""
 
+import asyncio
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from onepolicy.config import UsageError, VerifiersTask
 from onepolicy.envs.adapters.verifiers import Verifiers
 from support import fake_verifiers
-from support.scripted_engine import play, tokenizer_of
+from support.scripted_engine import Script, play, tokenizer_of
 
 CHAT = (
     "{% for m in messages %}<{{ 'bot' if m['role'] == 'assistant' else 'user' }}>"
@@ -56,3 +58,23 @@ def test_the_user_answers_in_texts_messages_or_dicts(made):
     ours = made(fake_verifiers.Env(lambda text: [message("system", text)], max_turns=2))
     with pytest.raises(UsageError, match="a message of system that is no user's text"):
         play(ours, ["2", "4"])
+
+
+def test_an_error_of_the_engine_that_the_environment_catches_ends_the_episode(made):
+    class Catching(fake_verifiers.Env):
+        async def run(self, task, agents):
+            async with agents.player.interaction(task) as interaction:
+                await interaction.turn()
+                with suppress(Exception):
+                    await interaction.turn("3")
+
+    ours = made(Catching())
+    script = Script(ours.tokenizer, ["2"])
+
+    async def sample(tokens, **how):
+        if script.prompts:
+            raise RuntimeError("lost")
+        return await script(tokens, **how)
+
+    with pytest.raises(RuntimeError, match="lost"):
+        asyncio.run(ours.episode(ours.train_problem(0), sample, 1.0))

@@ -8,11 +8,12 @@ import pytest
 
 from onepolicy.config import GymTask, JsonlTask, ReActTask, UsageError
 from onepolicy.envs import make_environment
-from onepolicy.envs.multiturn.dialogue import ToolCall
+from onepolicy.envs.multiturn.dialogue import ParsedTurn, ToolCall, TurnFormat
 from onepolicy.envs.multiturn.tool_formats import ReActFormat, TemplateCallFormat
 from onepolicy.envs.tools.calculator import calculate
 from onepolicy.envs.warmup import react
 from onepolicy.envs.warmup.examples import task_alphabet
+from onepolicy.gateway.rendering import Renderer
 from onepolicy.interfaces import EpisodeError, Problem
 from onepolicy.run.step import rollout_metrics
 from onepolicy.types import Group
@@ -286,6 +287,9 @@ def test_a_template_with_empty_thoughts_in_its_last_turn_only(prompt):
     turn = env.tokenizer.encode(f"<think>so</think>{call('6 * 7')}<eos>")
     assert between[: len(turn)] == turn
     assert env.tokenizer.decode(between[len(turn) :]) == f"<tool>42<eos>{prompt}"
+    assert env.turns.parse_turn(f"{call('6 * 7')}</think>It is 42").answer == "It is 42"
+    in_thought = env.turns.parse_turn(call("6 * 7")) == ParsedTurn(answer="")
+    assert in_thought == prompt.endswith("<think>")
 
 
 def test_json_calls_without_marks():
@@ -302,6 +306,14 @@ def test_json_calls_without_marks():
 def test_a_call_in_a_thought_is_not_made():
     text = f"<think>or {call('1+1')} or <call></think>It is 2"
     assert environment(HERMES).turns.parse_turn(text).answer == "It is 2"
+
+
+def test_a_turn_whose_thoughts_have_no_end_says_nothing():
+    """The gateway reads it so, too."""
+    for text in (f"<think>or {call('1+1')}", " <think>maybe #### 42"):
+        assert environment(HERMES).turns.parse_turn(text) == ParsedTurn(answer="")
+        assert TurnFormat().parse_turn(text) == ParsedTurn(answer="")
+        assert Renderer(tokenizer_of(HERMES)).read_turn(text, (), 0).text == ""
 
 
 # --- the rest -------------------------------------------------------------------------------------
