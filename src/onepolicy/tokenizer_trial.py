@@ -114,8 +114,10 @@ def _is_plain(file: Path) -> bool:
         }:
             words = [*vocabulary, *(str(token) for token in tokens)]
             has_long = max(map(len, words), default=0) > LONGEST_WORD
+            # a copy of it takes room for all numbers up to the largest
+            has_large = any(number not in range(PLAIN_SIZE) for number in vocabulary.values())
             is_known = all(parts.get(name) in known for name, known in PLAIN.items())
-            return is_known and not inserted and not has_long
+            return is_known and not inserted and not has_long and not has_large
     return False
 
 

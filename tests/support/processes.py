@@ -10,6 +10,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,18 +64,23 @@ def run_task(task: str, arguments: dict[str, Any], limits: object) -> Iterator[A
     yield from messages
 
 
-def ends_in_fork(task: str, arguments: dict[str, Any], cpu_seconds: float) -> int:
+def ends_in_fork(
+    task: str, arguments: dict[str, Any], cpu_seconds: float, memory: int = 8 * GIB
+) -> int:
     """Run the task in a fork with a limit of CPU time and one of memory, which starts at once.
 
-    Return its status: 0 whole, 2 UsageError, 1 another error, below 0 a signal.
+    memory: bytes beside those that this process has. Return its status: 0 whole, 2 UsageError, 1
+    another error, below 0 a signal.
     """
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    memory += pages * resource.getpagesize()
     child = os.fork()
     if child == 0:
         status = 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         seconds = math.ceil(cpu_seconds)  # a fork begins at 0
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-        resource.setrlimit(resource.RLIMIT_AS, (8 * GIB, 8 * GIB))
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         with suppress(BaseException):
             try:
                 for _ in run_task(task, arguments, None):

@@ -96,7 +96,7 @@ def read_whole(path):
 
 def in_fork(task, arguments, limits):
     """Stand in for `bounded.stream` of a task without messages: in a fork, which is quick."""
-    if ends_in_fork(task, arguments, 5):
+    if ends_in_fork(task, arguments, 5, limits.memory):
         raise StoppedError("its reader died")
     return iter(())
 
