@@ -295,15 +295,20 @@ def cast_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     Unlike `model.to`, it leaves tensors alone that no checkpoint has (rotary frequencies). Tensors
     that the family wants in float32 (selection biases of routers) become float32.
     """
-    kept_in_float32 = set(model._keep_in_fp32_modules_strict or ())
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not tensor.is_floating_point():
             continue
-        if kept_in_float32.isdisjoint(name.split(".")):
-            tensor.data = tensor.data.to(dtype)
-        else:
+        if kept_in_float32(model, name):
             tensor.data = tensor.data.to(torch.float32)
+        else:
+            tensor.data = tensor.data.to(dtype)
     return model
+
+
+def kept_in_float32(model: PreTrainedModel, name: str) -> bool:
+    """Return whether the family wants a tensor in float32, however a checkpoint is opened."""
+    parts = model._keep_in_fp32_modules_strict or ()
+    return any(f".{part}." in f".{name}." for part in parts)  # a part can be `gate.weight`
 
 
 def layer_prefix(name: str) -> str:
