@@ -4,6 +4,8 @@ settings."""
 import dataclasses
 import json
 import logging
+import threading
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -330,6 +332,23 @@ def test_another_rank_leaves_warnings_to_rank_0_and_says_if_it_failed(failed, mo
     monkeypatch.setattr(RankInfo, "join", lambda *_: ranks)
     assert launch_ranks.run_rank(RankInfo(1, 2, 1), store) == failed
     assert caplog.text == ""
+
+
+def test_a_rank_waits_for_a_rank_0_that_checks_a_large_checkpoint_first(monkeypatch):
+    """Longer than for any other word from the store."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.05))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(launch_ranks, "open_rendezvous", lambda *_: store)
+    monkeypatch.setattr(launch_ranks, "_end_after_rank_0", lambda _: None)
+    monkeypatch.setattr(launch_ranks.signal, "signal", lambda *_: None)
+    ranks = SimpleNamespace(next_call=lambda: None, end=lambda: None, failed=False)
+    monkeypatch.setattr(RankInfo, "join", lambda *_: ranks)
+    settings = json.dumps({"limit": 1.0, "device": "cpu", "release": __version__})
+    late = threading.Timer(0.3, lambda: store.set(launch_ranks.SETTINGS_KEY, settings))
+    late.start()
+    assert launch_ranks.run_launched_rank() == 0
 
 
 def test_a_rank_that_does_not_come_is_named():
