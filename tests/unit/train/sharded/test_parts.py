@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import threading
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.launch import ranks as launch_ranks
 from onepolicy.launch.launcher import apply_torchrun_ranks
 from onepolicy.launch.ranks import LaunchedRanks, RankInfo, _await_ranks, launched_ranks
+from onepolicy.run import train_command
 from onepolicy.train.sharded import ranks as ranks_module
 from onepolicy.train.sharded.divide import Sizes, assign_micro_batches, idle_batch
 from onepolicy.train.sharded.rank import RankScorer
@@ -203,6 +205,35 @@ def test_torchrun_sets_the_number_of_ranks(monkeypatch):
     assert apply_torchrun_ranks(set_to_three, resumed=Path()).train.ranks == 2
     with pytest.raises(UsageError, match="torchrun started 2 processes"):
         apply_torchrun_ranks(set_to_three)
+
+
+def test_a_resume_on_other_ranks_places_as_many_processes(monkeypatch):
+    placed = []
+
+    @contextmanager
+    def launcher(config, _):
+        placed.append(config.train.ranks)
+        yield
+
+    def resume_run(*arguments):
+        placed.append(arguments[-1].train.ranks)
+        return {}
+
+    monkeypatch.setattr(train_command, "_launcher", launcher)
+    monkeypatch.setattr(train_command.resume, "resume_run", resume_run)
+    monkeypatch.setattr(train_command, "summary_parts", lambda _: [])
+    stored = resolve(BASE, ["train.ranks=2", "cluster.kind=ray"])
+    train_command.run_to_end(stored, resumed=Path("run"), ranks=3)
+    assert placed == [3, 3]
+
+
+def test_under_torchrun_a_run_that_names_no_precision_has_the_gpus(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plain, float32 = resolve(BASE), resolve(BASE, ["model.dtype=float32"])
+    assert not apply_torchrun_ranks(plain).names_precision
+    assert apply_torchrun_ranks(float32).names_precision
+    assert apply_torchrun_ranks(plain) == resolve(BASE, ["train.ranks=2"])
 
 
 @pytest.mark.parametrize(
