@@ -96,11 +96,12 @@ class Adapter:
             )
         own = self.model.peft_config[lora.ADAPTER]
         stored = json.loads((folder / lora.CONFIG).read_text(encoding="utf-8"))
-        scaling, trained_with = own.lora_alpha / own.r, stored["lora_alpha"] / stored["r"]
-        if not math.isclose(scaling, trained_with):  # the same A and B would be another policy
+        scale, trained_with = own.lora_alpha / own.r, stored["lora_alpha"] / stored["r"]
+        if not math.isclose(scale, trained_with):  # the same A and B would be another policy
             raise UsageError(
-                f"train.lora.alpha: alpha / rank is {scaling:.9g}, but the adapter in {folder} was "
-                f"trained with {trained_with:.9g}; set train.lora.alpha = {trained_with * own.r:.9g}"
+                f"train.lora.alpha: alpha / rank is {scale:.9g}, but the adapter in {folder} was "
+                f"trained with {trained_with:.9g}; set train.lora.alpha = "
+                f"{trained_with * own.r:.9g}"
             )
         lora.set_adapter(self.model, load_file(folder / lora.WEIGHTS), str(folder))
 

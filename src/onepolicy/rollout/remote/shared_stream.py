@@ -83,7 +83,7 @@ class SharedStream(Generic[T]):
         return number < self._first + len(self._items)
 
     def _goes_on(self, number: int) -> bool:
-        """Return whether the slowest reader has taken an item, so that this one is or can be made."""
+        """Return whether this item is there, or the slowest reader has made room for it."""
         return self._has(number) or len(self._items) < self._ahead
 
     def _leave_slowest(self) -> None:
