@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import ModelConfig
 from onepolicy.models.foreign import on_meta
-from onepolicy.models.load import DTYPES, dequantisation_of, kept_in_float32, read_config
+from onepolicy.models.load import DTYPES, dequantisation_of, dtype_of, read_config
 
 
 def empty_model(model: ModelConfig) -> PreTrainedModel:
@@ -20,8 +20,7 @@ def empty_model(model: ModelConfig) -> PreTrainedModel:
         del config.quantization_config
     empty = on_meta(config, trust_remote_code=model.trust_remote_code, dtype=DTYPES[model.dtype])
     for name, tensor in empty.state_dict(keep_vars=True).items():
-        if kept_in_float32(empty, name):
-            tensor.data = tensor.data.float()
+        tensor.data = tensor.data.to(dtype_of(empty, name, tensor.dtype))
     empty.config.architectures = [type(empty).__name__]
     empty.config.dtype = DTYPES[model.dtype]
     return empty

@@ -296,19 +296,17 @@ def cast_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     that the family wants in float32 (selection biases of routers) become float32.
     """
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not tensor.is_floating_point():
-            continue
-        if kept_in_float32(model, name):
-            tensor.data = tensor.data.to(torch.float32)
-        else:
-            tensor.data = tensor.data.to(dtype)
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype_of(model, name, dtype))
     return model
 
 
-def kept_in_float32(model: PreTrainedModel, name: str) -> bool:
-    """Return whether the family wants a tensor in float32, however a checkpoint is opened."""
+def dtype_of(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor in a checkpoint that is opened in `dtype`."""
     parts = model._keep_in_fp32_modules_strict or ()
-    return any(f".{part}." in f".{name}." for part in parts)  # a part can be `gate.weight`
+    if any(f".{part}." in f".{name}." for part in parts):  # a part can be `gate.weight`
+        return torch.float32
+    return dtype
 
 
 def layer_prefix(name: str) -> str:

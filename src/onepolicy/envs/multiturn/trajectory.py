@@ -73,8 +73,7 @@ class Trajectory:
             tops = zip(completion.top_ids.cpu(), completion.top_logp.cpu(), strict=True)
             self._tops |= zip(range(length, length + new), tops, strict=True)
         if completion.support is not None:
-            sets = completion.support.split()
-            self._sets |= zip(range(length, length + new), sets, strict=True)
+            self._sets |= zip(range(length, length + new), completion.support.split(), strict=True)
         self.tokens += completion.token_ids.tolist()
         self._turn += [self.turns - 1] * new
         self._logp += completion.logp.tolist()
@@ -234,18 +233,14 @@ class RouteBuffer:
 
     def known_prefix(self) -> int:
         """Return the number of leading tokens that all have a route, or get none any more."""
-        closed = self._valid | self._refused
-        while self._known < len(closed) and closed[self._known]:
-            unchecked = closed[self._known :]
-            if bool(unchecked.all()):
-                self._known = len(closed)
-            else:
-                self._known += int(unchecked.int().argmin())
+        closed = self._valid[self._known :] | self._refused[self._known :]
+        self._known += int(closed.int().cumprod(0).sum())
         return self._known
 
     def truncate(self, length: int) -> None:
-        self._valid[length:] = self._refused[length - 1 :] = False  # which the token after it was
-        self._known = min(self._known, length - 1)
+        last = max(length - 1, 0)  # refused for the sake of the token after it
+        self._valid[length:] = self._refused[last:] = False
+        self._known = min(self._known, last)
 
     def to_trace(self, slots: int) -> RoutingTrace | None:
         """Return rows [0, slots), or None if no forward pass ever returned a row."""
