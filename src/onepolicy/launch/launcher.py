@@ -51,10 +51,9 @@ def apply_torchrun_ranks(
         requested = world_size
     if requested == config.train.ranks:
         return config
-    tree = config.model_dump()
-    tree["train"]["ranks"] = requested
+    tree = config.model_dump(exclude_unset=True)  # a GPU has defaults of its own
     try:
-        return resolve(tree)
+        return resolve(tree, [f"train.ranks={requested}"])
     except UsageError as error:
         if resumed is None:
             raise

@@ -44,7 +44,14 @@ from onepolicy.train.sharded.ranks import (
 TORCHRUN_RENDEZVOUS = "env://"
 SETTINGS_KEY = "settings"  # in the ranks' store, written by rank 0
 JOIN_TIMEOUT_S = 300.0
-"""Seconds until rank 0 has left its settings; later waits: train.rank_timeout."""
+"""Seconds until the store is found, and Ray's rank 0 has left its settings there.
+
+Later waits: train.rank_timeout."""
+SETTINGS_TIMEOUT = timedelta(days=7)
+"""Of the wait for the settings of a rank 0 that was started at the same time.
+
+It checks a checkpoint before, which takes half an hour of a large one, and waits for servers.
+Whoever started the ranks ends the others when it ends."""
 REPORT_S = 30.0
 """Seconds that rank 0 has to report why it fails. Its end then ends the others before."""
 LOOK_S = 1.0
@@ -206,6 +213,7 @@ def run_launched_rank() -> int:
     assert rank_info is not None
     store = open_rendezvous(rank_info, JOIN_TIMEOUT_S)
     threading.Thread(target=_end_after_rank_0, args=(store,), daemon=True).start()
+    store.wait([SETTINGS_KEY], SETTINGS_TIMEOUT)
     status = run_rank(rank_info, store)
     if status:
         time.sleep(REPORT_S)

@@ -324,15 +324,18 @@ def cast_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     Unlike `model.to`, it leaves tensors alone that no checkpoint has (rotary frequencies). Tensors
     that the family wants in float32 (selection biases of routers) become float32.
     """
-    kept_in_float32 = set(model._keep_in_fp32_modules_strict or ())
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not tensor.is_floating_point():
-            continue
-        if kept_in_float32.isdisjoint(name.split(".")):
-            tensor.data = tensor.data.to(dtype)
-        else:
-            tensor.data = tensor.data.to(torch.float32)
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype_of(model, name, dtype))
     return model
+
+
+def dtype_of(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor in a checkpoint that is opened in `dtype`."""
+    parts = model._keep_in_fp32_modules_strict or ()
+    if any(f".{part}." in f".{name}." for part in parts):  # a part can be `gate.weight`
+        return torch.float32
+    return dtype
 
 
 def layer_prefix(name: str) -> str:

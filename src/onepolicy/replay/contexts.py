@@ -65,10 +65,11 @@ class RouteRecorder:
         """
         self._check_not_empty()
         dtype = id_dtype(self._routers[0].num_experts)
-        ids = [torch.cat(recorder.seen).to(dtype) for recorder in self.recorders]
+        device = self.recorders[0].seen[0].device  # a model's layers may be on several
+        ids = [torch.cat(recorder.seen).to(device, dtype) for recorder in self.recorders]
         trace = _trace(torch.stack(ids, dim=1), self._routers)
         if self.recorders[0].keep_weights:
-            weights = [torch.cat(recorder.weights) for recorder in self.recorders]
+            weights = [torch.cat(recorder.weights).to(device) for recorder in self.recorders]
             trace = dataclasses.replace(trace, weights=torch.stack(weights, dim=1))
         return trace.with_origin(self._origin())
 

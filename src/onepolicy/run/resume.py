@@ -74,7 +74,8 @@ def resume_run(
             )
         if all_steps_done:
             clean_folder(run, origin.step)  # it may have gone on to later steps
-            with run_folder.convert_write_errors(run):
+            joined = started_ranks(config, launcher.launch_ranks)  # and so ended, if there are any
+            with joined, run_folder.convert_write_errors(run):
                 run_folder.write_config(run, config)
                 return write_summary(config, run, origin.parent)
         _note_changed_problems(run, config, progress)

@@ -13,7 +13,7 @@ from rich.progress import Progress as Bars
 from onepolicy.config import RunConfig
 from onepolicy.console import SHOWN, Console, make_bars
 from onepolicy.interfaces import Progress
-from onepolicy.launch.launcher import LOCAL_LAUNCHER, Launcher
+from onepolicy.launch.launcher import LOCAL_LAUNCHER, Launcher, apply_torchrun_ranks
 from onepolicy.launch.ray.connect import open_ray_launcher
 from onepolicy.notation import number
 from onepolicy.report.terminal import summary_parts
@@ -88,6 +88,8 @@ def run_to_end(
     origin = FROM_SCRATCH
     if fork is not None:
         origin = resume.fork_origin(fork)
+    if resumed is not None:
+        config = apply_torchrun_ranks(config, ranks, resumed=resumed)  # Ray places as many
     with (
         terminal_progress(steps or config.steps, origin.step) as progress,
         _launcher(config, progress) as launcher,

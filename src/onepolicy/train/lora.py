@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -84,17 +85,25 @@ class Adapter:
     def load(self, folder: Path) -> None:
         """Load the adapter of a checkpoint.
 
-        Raises UsageError if it was trained on other frozen weights, or with another rank or
+        Raises UsageError if it was trained on other frozen weights, or with another scale, rank or
         targets.
         """
-        path = folder / lora.WEIGHTS
         trained_on = lora.read_header(folder).get(lora.BASE)
         if trained_on not in (None, self.base_checksum):
             raise UsageError(
                 f"model.path: its weights are not those that the adapter in {folder} was trained "
                 f"on (checksum {self.base_checksum}, the adapter's is {trained_on}); restore them"
             )
-        lora.set_adapter(self.model, load_file(path), str(folder))
+        own = self.model.peft_config[lora.ADAPTER]
+        stored = json.loads((folder / lora.CONFIG).read_text(encoding="utf-8"))
+        scale, trained_with = own.lora_alpha / own.r, stored["lora_alpha"] / stored["r"]
+        if not math.isclose(scale, trained_with):  # the same A and B would be another policy
+            raise UsageError(
+                f"train.lora.alpha: alpha / rank is {scale:.9g}, but the adapter in {folder} was "
+                f"trained with {trained_with:.9g}; set train.lora.alpha = "
+                f"{trained_with * own.r:.9g}"
+            )
+        lora.set_adapter(self.model, load_file(folder / lora.WEIGHTS), str(folder))
 
 
 def check_start(folder: Path, config: LoraConfig | None) -> None:

@@ -234,6 +234,11 @@ def test_wrong_routes_stop_at_the_first_forward(model):
     stopped = pytest.raises(op.RoutingError, match="not those of this forward")
     with stopped, torch.no_grad(), armed.batch(late):
         model(**batch)
+    with stopped, torch.no_grad(), armed.batch(late):
+        try:  # as a trainer that tries a forward again
+            raise MemoryError
+        except MemoryError:
+            model(**batch)
     with torch.no_grad():
         model(**batch)  # the hooks left no replay behind
 

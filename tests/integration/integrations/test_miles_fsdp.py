@@ -196,6 +196,12 @@ def test_routes_one_row_late_stop_the_first_scoring(manager, batch):
     stopped = pytest.raises(RoutingError, match="row")
     with stopped, stage(manager, "replay_forward"), torch.no_grad():
         score(trainer, batch)
+    manager.clear_all_forward()
+    with stopped, stage(manager, "replay_forward"), torch.no_grad():
+        try:  # as a trainer that tries a forward again
+            raise MemoryError
+        except MemoryError:
+            score(trainer, batch)
 
 
 def test_a_forward_outside_miles_stages_is_an_error(manager, batch):

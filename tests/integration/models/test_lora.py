@@ -83,7 +83,7 @@ def test_peft_loads_the_files(targets, tmp_path):
     assert lora.base_path(tmp_path / "adapter") == str(tmp_path / "base")
 
 
-def test_an_adapter_is_refused_on_other_weights_ranks_and_targets(tmp_path):
+def test_an_adapter_is_refused_on_other_weights_scales_ranks_and_targets(tmp_path):
     adapter = Adapter(adapted(), "test")
     adapter.save(tmp_path)
     same = adapted(seed=3)
@@ -97,6 +97,11 @@ def test_an_adapter_is_refused_on_other_weights_ranks_and_targets(tmp_path):
         Adapter(adapted(rank=8), "test").load(tmp_path)
     with pytest.raises(UsageError, match="use the targets"):
         Adapter(adapted(targets=("attention",)), "test").load(tmp_path)
+    rescaled = make("qwen3_moe")
+    add_adapter(rescaled, LoraConfig(rank=4, alpha=1), "base", 0)
+    said = r"alpha / rank is 0.25, but .* was trained with 2; set train.lora.alpha = 8"
+    with pytest.raises(UsageError, match=said):
+        Adapter(rescaled, "test").load(tmp_path)
     check_start(tmp_path, LoraConfig())
     with pytest.raises(UsageError, match="trains all weights"):
         check_start(tmp_path, None)

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
+from onepolicy.models.recurrent import layers
 from onepolicy.models.recurrent.conv import causal_conv
 from onepolicy.models.recurrent.delta_rule import delta_rule
 from onepolicy.models.recurrent.mamba import mamba2_scan, mamba_scan
@@ -163,3 +164,25 @@ def test_16_bits_are_rounded_once():
     found = conv(row((9,)), x, weight, bias)
     expected = recurrent_conv(x.double(), weight.double(), bias.double())
     assert (found - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+
+def test_a_kernel_is_used_only_if_it_can_be_imported_and_takes_the_bounds(
+    tmp_path, monkeypatch, caplog
+):
+    """transformers falls back to an operator without bounds for any other."""
+    (tmp_path / "of_another_torch.py").write_text("raise ImportError('undefined symbol')")
+    (tmp_path / "older.py").write_text("def scan(x): ...\ndef newer(x, seq_idx=None): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    layers._takes.cache_clear()
+    assert layers._takes("older.newer", "seq_idx")
+    assert not layers._takes("not_installed.scan", "seq_idx")
+    assert not caplog.messages
+    for name, reason in (
+        ("of_another_torch.scan", "cannot be imported (ImportError: undefined symbol)"),
+        ("older.lacks", "cannot be imported (AttributeError"),
+        ("older.scan", "takes no seq_idx"),
+    ):
+        assert [layers._takes(name, "seq_idx") for _ in range(2)] == [False, False]
+        (said,) = caplog.messages
+        assert f"{name} is not used, because it {reason}" in said
+        caplog.clear()

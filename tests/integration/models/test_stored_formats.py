@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from onepolicy.config import ModelConfig, UsageError
 from onepolicy.models import load
 from onepolicy.models.empty import empty_model
+from support.families import TABLE
 from support.models import make
 from support.mxfp4 import write_mxfp4
 
@@ -68,3 +69,25 @@ def test_the_model_without_weights_is_that_of_the_dequantised_ones(stored):
     assert "quantization_config" not in empty.config.to_dict()
     with pytest.raises(UsageError, match=r"stored in fp8, which cannot be trained"):
         empty_model(stored("fp8"))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "lfm2_moe"])
+def test_the_model_without_weights_has_the_dtypes_of_the_loaded_one(family, tmp_path):
+    """The ranks copy what rank 0 loads into it: families keep selection biases in float32."""
+    TABLE[family].model().save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path), dtype="bfloat16")
+    loaded = load.load_model(model, torch.bfloat16, torch.device("cpu"))
+    expected = {name: tensor.dtype for name, tensor in loaded.state_dict().items()}
+    assert {name: t.dtype for name, t in empty_model(model).state_dict().items()} == expected
+    assert torch.float32 in expected.values()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
+def test_a_cast_model_has_the_tensors_of_one_opened_in_that_dtype(family, tmp_path):
+    TABLE[family].model().save_pretrained(tmp_path)
+    model, cpu = ModelConfig(path=str(tmp_path)), torch.device("cpu")
+    opened = load.load_model(model, torch.bfloat16, cpu).state_dict()
+    cast = load.cast_model(load.load_model(model, torch.float32, cpu), torch.bfloat16)
+    for name, tensor in cast.state_dict().items():
+        assert tensor.dtype == opened[name].dtype, name
+        assert torch.equal(tensor, opened[name]), name

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onepolicy import bind_routers
 from onepolicy.config import UsageError
+from onepolicy.replay.contexts import RouteRecorder
 from onepolicy.replay.layers import Router
 from onepolicy.replay.topk_hook import TopkReplayer
 from support.replay_models import build, tokens
@@ -66,3 +67,14 @@ def test_routes_follow_the_scores() -> None:
     values, ids = replayer(torch.rand(3, 4))
     found = [values, ids, replayer.native, replayer.gate_mass]
     assert {each.device.type for each in found} == {"meta"}
+
+
+def test_recorded_routes_of_layers_on_several_devices_come_to_the_first_one() -> None:
+    routers = [Router(f"layers.{i}.gate", i, Elsewhere(), 4, 2, 0, 0) for i in (0, 1)]
+    tape = RouteRecorder(routers, weights=True)
+    for recorder, device in zip(tape.recorders, ("meta", "cpu"), strict=True):
+        recorder.seen.append(torch.zeros(3, 2, dtype=torch.int64, device=device))
+        recorder.weights.append(torch.zeros(3, 2, device=device))
+    trace = tape.trace()
+    assert trace.ids.shape == trace.weights.shape == (3, 2, 2)
+    assert {trace.ids.device.type, trace.weights.device.type} == {"meta"}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onepolicy.integrations.megatron.routers import MegatronReplay
+from onepolicy.integrations.megatron.routers import MegatronReplay, SequenceRanks
 from onepolicy.replay.layers import Router
-from onepolicy.types import RoutingTrace
+from onepolicy.types import RoutingTrace, TraceOrigin
 
 SAMPLES, LENGTH, HIDDEN, EXPERTS, TOP_K = 2, 9, 16, 8, 2
 HIDDEN_STATES = torch.randn(LENGTH, SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -59,3 +59,11 @@ def test_rows_are_compared_sample_by_sample(groups):
     assert lacking[5] > 0
     assert lacking.count_nonzero() == 1
     assert torch.equal(handle.native_rows()[:, 0].sort(-1)[0], own[compared].sort(-1)[0])
+
+
+def test_a_rank_of_sequence_parallelism_knows_where_packed_samples_begin() -> None:
+    ids = torch.zeros(8, 1, TOP_K, dtype=torch.uint8)
+    trace = RoutingTrace(ids, torch.ones(8, dtype=torch.bool), (0,), EXPERTS)
+    packed = trace.with_origin(TraceOrigin((0, 3, 6)))
+    starts = [SequenceRanks(None, rank, 2).own_rows(packed, 1).origin.starts for rank in (0, 1)]
+    assert starts == [(0, 3), (0, 2)]

@@ -68,13 +68,12 @@ class Trajectory:
         check_routing_rows(completion, length + new - 1)
         if not (self.turns and self.finish == "aborted" and self._turn[-1] == self.turns - 1):
             self.turns += 1
-        self._routes.merge(completion)
+        self._routes.merge(completion, self._version)
         if completion.top_ids is not None and completion.top_logp is not None:
             tops = zip(completion.top_ids.cpu(), completion.top_logp.cpu(), strict=True)
             self._tops |= zip(range(length, length + new), tops, strict=True)
         if completion.support is not None:
-            sets = completion.support.split()
-            self._sets |= zip(range(length, length + new), sets, strict=True)
+            self._sets |= zip(range(length, length + new), completion.support.split(), strict=True)
         self.tokens += completion.token_ids.tolist()
         self._turn += [self.turns - 1] * new
         self._logp += completion.logp.tolist()
@@ -185,15 +184,18 @@ class RouteBuffer:
         self._ids = torch.empty(0)  # [capacity, L, K]
         self._combine_weights: Tensor | None = None  # like ids
         self._valid = torch.zeros(0, dtype=torch.bool)  # [capacity]
+        self._refused = torch.zeros(0, dtype=torch.bool)  # [capacity] came, but of newer weights
         self._version = torch.zeros(0, dtype=torch.int32)  # [capacity]
         self._source = torch.zeros(0, dtype=torch.uint8)  # [capacity] index into SOURCES
         self._known = 0
 
-    def merge(self, completion: Completion) -> None:
+    def merge(self, completion: Completion, versions: Sequence[int]) -> None:
         """Merge the routing rows of a completion's forward passes.
 
-        `duplicate_routes` decides which row stays when several forward passes fed the same token:
-        as-sampled: the first row; for a sampled token it belongs to its log-probability.
+        versions: of the path's tokens before it. `duplicate_routes` decides which row stays when
+        several forward passes fed the same token:
+        as-sampled: the first row; it belongs to the log-probability of the token after it, so none
+        stays if that was sampled by older weights.
         as-cached: the last row, to which the keys in the engine's cache belong.
         newest: the row of the highest weight version, and of equal versions the first row.
         A row that was not captured replaces nothing.
@@ -204,7 +206,14 @@ class RouteBuffer:
         stop = first + len(trace)
         self._grow(trace, stop)
         version, source = _expand_spans(trace)
-        rows = self._rows_to_replace(trace, version, slice(first, stop)).nonzero()[:, 0]
+        replaced = self._rows_to_replace(trace, version, slice(first, stop))
+        if self.duplicate_routes == "as-sampled":
+            sampled = torch.tensor(versions[first + 1 : stop + 1], dtype=torch.int32)
+            early = slice(0, len(sampled))  # the rows before a token of an earlier completion
+            newer = replaced[early] & (sampled != OBSERVED) & (version[early] > sampled)
+            self._refused[first : first + len(sampled)] |= newer
+            replaced[early] &= ~newer
+        rows = replaced.nonzero()[:, 0]
         self._ids[first + rows] = trace.ids[rows]
         if self._combine_weights is not None:
             assert trace.weights is not None
@@ -223,18 +232,15 @@ class RouteBuffer:
         return replaced
 
     def known_prefix(self) -> int:
-        """Return the number of leading tokens that all have a route."""
-        while self._known < len(self._valid) and self._valid[self._known]:
-            unchecked = self._valid[self._known :]
-            if bool(unchecked.all()):
-                self._known = len(self._valid)
-            else:
-                self._known += int(unchecked.int().argmin())
+        """Return the number of leading tokens that all have a route, or get none any more."""
+        closed = self._valid[self._known :] | self._refused[self._known :]
+        self._known += int(closed.int().cumprod(0).sum())
         return self._known
 
     def truncate(self, length: int) -> None:
-        self._valid[length:] = False
-        self._known = min(self._known, length)
+        last = max(length - 1, 0)  # refused for the sake of the token after it
+        self._valid[length:] = self._refused[last:] = False
+        self._known = min(self._known, last)
 
     def to_trace(self, slots: int) -> RoutingTrace | None:
         """Return rows [0, slots), or None if no forward pass ever returned a row."""
@@ -263,8 +269,9 @@ class RouteBuffer:
         if rows <= len(self._valid):
             return
         more = max(rows, 2 * len(self._valid), 64) - len(self._valid)
-        self._ids, self._valid, self._version, self._source = (
-            _extend_rows(x, more) for x in (self._ids, self._valid, self._version, self._source)
+        held = (self._ids, self._valid, self._refused, self._version, self._source)
+        self._ids, self._valid, self._refused, self._version, self._source = (
+            _extend_rows(each, more) for each in held
         )
         if self._combine_weights is not None:
             self._combine_weights = _extend_rows(self._combine_weights, more)

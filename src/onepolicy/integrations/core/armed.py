@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from onepolicy.replay.topk_hook import in_backward
 from onepolicy.types import RoutingTrace
 
 Trace = RoutingTrace | None
+ExcInfo = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
 
 
 class ArmedReplay:
@@ -113,7 +115,18 @@ class ArmedReplay:
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._batch is not None and not in_backward():
-            self._batch.leave()
+            self._batch.leave(error_of(output))
+
+
+def error_of(output: Any) -> ExcInfo:
+    """Return the error of the forward after which a hook runs, three times None unless it failed.
+
+    A hook with always_call then gets None for its output. Another error, in whose handler the
+    caller runs this forward, is not its own.
+    """
+    if output is None:
+        return sys.exc_info()
+    return None, None, None
 
 
 def refuse_outer_checkpoint() -> None:
@@ -188,15 +201,15 @@ class ArmedBatch:
         self._replay = self._routers.replay(whole, native=self._keep_native, **self._how)
         self._handle = self._replay.__enter__()
 
-    def leave(self) -> None:
-        """Close the replay of the forward that ended, or that raised."""
+    def leave(self, error: ExcInfo) -> None:
+        """Close the replay of the forward that ended, or that raised this error."""
         replay, handle, layout = self._replay, self._handle, self._layout
         self._replay = self._handle = self._layout = None
         if layout is None:
             return
         natives: list[Trace] = [None] * layout.samples
         if replay is not None and handle is not None:
-            replay.__exit__(*sys.exc_info())
+            replay.__exit__(*error)
             first = self._total - len(self._waiting) - layout.samples
             self.dropped += [first + sample for sample in handle.dropped]
             if self._keep_native:

@@ -228,6 +228,8 @@ class SequenceRanks:
                 "parallelism; pad the tokens, and the routes with invalid rows"
             )
         share = length // self.size
+        if batch == 1:  # it may be packed, and rows know where samples begin
+            return trace.rows(self.rank * share, (self.rank + 1) * share)
         rows = torch.arange(len(trace), device=trace.ids.device).view(batch, self.size, share)
         return trace.at(rows[:, self.rank].reshape(-1))
 

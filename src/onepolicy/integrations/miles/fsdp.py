@@ -10,14 +10,13 @@ are compared with the routers' own choice in every forward (docs/replay.md).
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from onepolicy.integrations.core.armed import refuse_outer_checkpoint
+from onepolicy.integrations.core.armed import error_of, refuse_outer_checkpoint
 from onepolicy.integrations.core.layout import sample_starts
 from onepolicy.replay.checks import RoutingError, refuse_router_loss
 from onepolicy.replay.layers import is_moe
@@ -94,7 +93,7 @@ class QueuedReplay:
         opened, recorded = self._open, self._recorded
         self._open = self._recorded = None
         if opened is not None:
-            opened.__exit__(*sys.exc_info())
+            opened.__exit__(*error_of(output))
         if recorded is not None:
             for queue, ids in zip(self._queues, recorded.pop_ids(), strict=True):
                 queue.record(ids)

@@ -2,16 +2,19 @@
 
 A family's own forward runs; only the operators that it calls by name are others, as attention is
 another function (`packed_attention.py`). transformers' own leave out where samples begin without
-saying so. Where the package of a GPU kernel is installed, the kernel is called with the bounds.
+saying so. Where the package of a GPU kernel can be imported, the kernel is called with the bounds.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import cache
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -24,6 +27,7 @@ from onepolicy.models.recurrent.mamba import mamba2_scan, mamba_scan
 from onepolicy.models.recurrent.segments import Row
 
 Operator = Callable[..., Any]
+LOG = logging.getLogger(__name__)
 
 
 def _not_fused(row: Row, *args: Any, **arguments: Any) -> None:
@@ -42,12 +46,18 @@ OPERATORS: dict[str, Operator] = {
 """Name by which transformers' layers call an operator -> the operator that knows the samples."""
 
 KERNELS = {
-    "causal_conv1d_fn": ("causal_conv1d", "seq_idx"),
-    "torch_chunk_gated_delta_rule": ("fla", "cu_seqlens"),
-    "chunk_kimi_delta_attention": ("fla", "cu_seqlens"),
-    "mamba2_chunk_scan": ("mamba_ssm", "seq_idx"),
+    "causal_conv1d_fn": ("causal_conv1d.causal_conv1d_fn", "seq_idx"),
+    "torch_chunk_gated_delta_rule": (
+        "fla.ops.gated_delta_rule.chunk_gated_delta_rule",
+        "cu_seqlens",
+    ),
+    "chunk_kimi_delta_attention": ("fla.ops.kda.chunk_kda", "cu_seqlens"),
+    "mamba2_chunk_scan": (
+        "mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined",
+        "seq_idx",
+    ),
 }
-"""Operator -> the package of its GPU kernel, and the kernel's argument for the samples."""
+"""Operator -> its GPU kernel in another package, and the kernel's argument for the samples."""
 
 
 class Recurrent(nn.Module):
@@ -154,8 +164,8 @@ def _made(layer: type[nn.Module]) -> type[nn.Module]:
 
 def _operator(name: str, theirs: Operator) -> Operator:
     """Return the operator of this name for the row that runs. theirs: transformers'."""
-    package, argument = KERNELS.get(name, ("", ""))
-    has_kernel = bool(package) and importlib.util.find_spec(package) is not None
+    kernel, argument = KERNELS.get(name, ("", ""))
+    has_kernel = torch.cuda.is_available() and _takes(kernel, argument)
 
     def operator(hidden: torch.Tensor, *args: Any, **arguments: Any) -> Any:
         layer = RUNNING.get()
@@ -172,3 +182,25 @@ def _operator(name: str, theirs: Operator) -> Operator:
         return theirs(hidden, *args, **arguments)
 
     return operator
+
+
+@cache
+def _takes(kernel: str, argument: str) -> bool:
+    """Return whether a kernel's package is installed and its function takes this argument.
+
+    transformers falls back to its own operator for one that cannot be imported, as after an upgrade
+    of torch, and leaves the argument out without saying so.
+    """
+    module, _, function = kernel.rpartition(".")
+    package = module.partition(".")[0]
+    if not package or importlib.util.find_spec(package) is None:
+        return False
+    try:
+        found = getattr(importlib.import_module(module), function)
+        if argument in inspect.signature(found).parameters:
+            return True
+        problem = f"takes no {argument}"
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        problem = f"cannot be imported ({type(error).__name__}: {error})"
+    LOG.warning("%s is not used, because it %s: recurrent layers are slower", kernel, problem)
+    return False

@@ -137,7 +137,10 @@ class ServerFleet(Fleet[RemoteEngine]):
         members = self._members
         if self.caps.takes_adapter:
             members = await self._members_without_base()
-        stream = SharedStream(weights, len(members), ahead=TENSORS_AHEAD)
+        # Half of what a server's processes wait for the next tensors: so one that hangs amid the
+        # update is lost before they give up the others'.
+        limit = min((each.engine.dialect.config.timeout_s for each in members), default=0.0) / 2
+        stream = SharedStream(weights, len(members), ahead=TENSORS_AHEAD, limit=limit)
 
         async def load(number: int, engine: RemoteEngine) -> None:
             try:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Generic, TypeVar
+
+from onepolicy.rollout.remote.client import EngineLost
 
 T = TypeVar("T")
 
@@ -14,13 +17,14 @@ class SharedStream(Generic[T]):
     """A stream whose items are made once, and given to every reader in their order.
 
     The learner gathers a tensor of all ranks when the first reader asks for it. A reader that is
-    ahead of the slowest one by `ahead` items waits for it. A reader that stops early must be
-    closed, so that no other waits for it.
+    ahead of the slowest one by `ahead` items waits for it, at most `limit` seconds: then the stream
+    goes on without that one. A reader that stops early must be closed, so that no other waits for
+    it.
     """
 
-    def __init__(self, source: Iterable[T], readers: int, *, ahead: int) -> None:
+    def __init__(self, source: Iterable[T], readers: int, *, ahead: int, limit: float) -> None:
         self._source = iter(source)
-        self._ahead = ahead
+        self._ahead, self._limit = ahead, limit
         self._items: deque[T] = deque()  # from the slowest reader's next item on
         self._first = 0  # number of the first of them
         self._next = dict.fromkeys(range(readers), 0)  # open reader -> number of its next item
@@ -30,7 +34,10 @@ class SharedStream(Generic[T]):
         self._changed = threading.Condition()
 
     def read(self, reader: int) -> Iterator[T]:
-        """Yield all items. Raises the source's error in every reader."""
+        """Yield all items.
+
+        Raises the source's error in every reader, and EngineLost in one that was too slow.
+        """
         try:
             while True:
                 found = self._take(reader)
@@ -50,21 +57,40 @@ class SharedStream(Generic[T]):
     def _take(self, reader: int) -> tuple[T] | None:
         """Return the reader's next item, None at the end."""
         with self._changed:
+            if reader not in self._next:
+                raise EngineLost(
+                    f"rollout.engine.url: a server took no weights for {self._limit:g} s (half of "
+                    "rollout.engine.timeout_s), and the others did not wait longer"
+                )
             number = self._next[reader]
-            while number >= self._first + len(self._items):
+            while not self._has(number):
                 if self._failure is not None:
                     raise self._failure
                 if number == self._end:
                     return None
-                full = len(self._items) >= self._ahead
-                if self._making or full:
+                if self._making:
                     self._changed.wait()
-                else:
+                elif len(self._items) < self._ahead:
                     self._make()
+                elif not self._changed.wait_for(partial(self._goes_on, number), self._limit):
+                    self._leave_slowest()
             item = self._items[number - self._first]
             self._next[reader] = number + 1
             self._drop_read()
             return (item,)
+
+    def _has(self, number: int) -> bool:
+        return number < self._first + len(self._items)
+
+    def _goes_on(self, number: int) -> bool:
+        """Return whether this item is there, or the slowest reader has made room for it."""
+        return self._has(number) or len(self._items) < self._ahead
+
+    def _leave_slowest(self) -> None:
+        """Go on without the readers that have not taken the first item."""
+        slowest = min(self._next.values())
+        self._next = {reader: n for reader, n in self._next.items() if n > slowest}
+        self._drop_read()
 
     def _make(self) -> None:
         """Make one item, without the lock: others may read meanwhile."""

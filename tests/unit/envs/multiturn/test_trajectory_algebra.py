@@ -30,6 +30,7 @@ class Token:
     route: tuple[int, ...] | None = None  # [L * K]
     route_version: int = 0
     source: str = ""
+    refused: bool = False  # a row came, of newer weights than the token after it
 
 
 class Plain:
@@ -46,6 +47,7 @@ class Plain:
         self.open = self.open and not ids
 
     def append_completion(self, made: Completion) -> None:
+        before = self.path
         turn = self.turns - 1 if self.open else self.turns
         self.turns = turn + 1
         fresh = zip(made.token_ids.tolist(), made.logp.tolist(), made.version.tolist(), strict=True)
@@ -55,7 +57,13 @@ class Plain:
         for row in range(len(trace)) if trace is not None else ():
             span = next(s for s in trace.spans if s.start <= row < s.start + s.length)
             token = self.path[made.first_slot + row]
-            if trace.valid[row] and self.replaces(token, span.version):
+            after = before[made.first_slot + row + 1 :][:1]
+            if not trace.valid[row] or not self.replaces(token, span.version):
+                continue
+            newer = any(t.turn >= 0 and span.version > t.version for t in after)
+            if newer and self.policy == "as-sampled":
+                token.refused = True
+            else:
                 token.route = tuple(trace.ids[row].flatten().tolist())
                 token.route_version, token.source = span.version, span.source
 
@@ -66,6 +74,7 @@ class Plain:
 
     def truncate(self, length: int) -> None:
         self.path, self.open = self.path[:length], False
+        self.path[-1].refused = False
         self.turns = max(t.turn for t in self.path) + 1
 
     def rewrite_history(self, ids: list[int]) -> None:
@@ -76,6 +85,8 @@ class Plain:
             same = same and i < len(self.path) and self.path[i].id == token
             old = self.path[i] if same else Token(token)
             fresh.append(dataclasses.replace(old, turn=-1, logp=math.nan, version=-1))
+        same = [i for i in range(len(ids)) if ids[: i + 1] == [t.id for t in self.path[: i + 1]]]
+        fresh[same[-1]].refused = False  # the first token is never changed
         self.path, self.open = fresh, False
 
     def check(self, got: Sample) -> None:
@@ -202,7 +213,7 @@ def compare(data: st.DataObject) -> None:
 def check(path: Trajectory, plain: Plain) -> None:
     assert path.tokens == [t.id for t in plain.path]
     assert path.turns == plain.turns
-    missing = (i for i, t in enumerate(plain.path) if t.route is None)
+    missing = (i for i, t in enumerate(plain.path) if t.route is None and not t.refused)
     assert path.first_missing_route == min(next(missing, len(plain.path)), len(plain.path) - 1)
     assert path.sampled_tokens == sum(t.turn >= 0 for t in plain.path)
     if path.sampled_tokens:
@@ -244,6 +255,28 @@ def test_an_update_in_the_middle_of_a_turn() -> None:
         assert sample.routing.ids.flatten().tolist() == experts, policy
         named = [s.version for s in sample.routing.spans for _ in range(s.length)]
         assert named == versions, policy
+
+
+def test_a_row_of_newer_weights_stays_out_for_a_token_that_older_ones_sampled() -> None:
+    """An engine left out the row that token 8 was sampled with: its weights had changed, and it had
+    prefilled anew. The next turn brings that of the newer weights, and none is asked for again."""
+    for policy, valid, known in (
+        ("as-sampled", [True, False, True, True, True], 5),
+        ("as-cached", [True] * 5, 5),
+        ("newest", [True] * 5, 5),
+    ):
+        path = Trajectory([5, 6], duplicate_routes=policy)
+        first = completion([7, 8], rows=3, first=0, expert=1, version=3, prompt=2)
+        holes = torch.tensor([True, False, True])
+        routing = dataclasses.replace(first.routing, valid=holes)
+        path.append_completion(dataclasses.replace(first, routing=routing))
+        path.append_observation([4])
+        assert path.first_missing_route == 1
+        path.append_completion(completion([9], rows=4, first=1, expert=2, version=4, prompt=5))
+        path.append_observation([4])
+        assert path.first_missing_route == known, policy
+        sample = path.to_sample(reward=0.0, temperature=1.0)
+        assert sample.routing.valid.tolist() == valid, policy
 
 
 def test_newest_keeps_its_row_against_an_older_cache() -> None:

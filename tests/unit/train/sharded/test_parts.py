@@ -4,6 +4,9 @@ settings."""
 import dataclasses
 import json
 import logging
+import threading
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +21,7 @@ from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.launch import ranks as launch_ranks
 from onepolicy.launch.launcher import apply_torchrun_ranks
 from onepolicy.launch.ranks import LaunchedRanks, RankInfo, _await_ranks, launched_ranks
+from onepolicy.run import train_command
 from onepolicy.train.sharded import ranks as ranks_module
 from onepolicy.train.sharded.divide import Sizes, assign_micro_batches, idle_batch
 from onepolicy.train.sharded.rank import RankScorer
@@ -203,6 +207,35 @@ def test_torchrun_sets_the_number_of_ranks(monkeypatch):
         apply_torchrun_ranks(set_to_three)
 
 
+def test_a_resume_on_other_ranks_places_as_many_processes(monkeypatch):
+    placed = []
+
+    @contextmanager
+    def launcher(config, _):
+        placed.append(config.train.ranks)
+        yield
+
+    def resume_run(*arguments):
+        placed.append(arguments[-1].train.ranks)
+        return {}
+
+    monkeypatch.setattr(train_command, "_launcher", launcher)
+    monkeypatch.setattr(train_command.resume, "resume_run", resume_run)
+    monkeypatch.setattr(train_command, "summary_parts", lambda _: [])
+    stored = resolve(BASE, ["train.ranks=2", "cluster.kind=ray"])
+    train_command.run_to_end(stored, resumed=Path("run"), ranks=3)
+    assert placed == [3, 3]
+
+
+def test_under_torchrun_a_run_that_names_no_precision_has_the_gpus(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plain, float32 = resolve(BASE), resolve(BASE, ["model.dtype=float32"])
+    assert not apply_torchrun_ranks(plain).names_precision
+    assert apply_torchrun_ranks(float32).names_precision
+    assert apply_torchrun_ranks(plain) == resolve(BASE, ["train.ranks=2"])
+
+
 @pytest.mark.parametrize(
     ("settings", "ranks", "words"),
     [
@@ -330,6 +363,23 @@ def test_another_rank_leaves_warnings_to_rank_0_and_says_if_it_failed(failed, mo
     monkeypatch.setattr(RankInfo, "join", lambda *_: ranks)
     assert launch_ranks.run_rank(RankInfo(1, 2, 1), store) == failed
     assert caplog.text == ""
+
+
+def test_a_rank_waits_for_a_rank_0_that_checks_a_large_checkpoint_first(monkeypatch):
+    """Longer than for any other word from the store."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.05))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(launch_ranks, "open_rendezvous", lambda *_: store)
+    monkeypatch.setattr(launch_ranks, "_end_after_rank_0", lambda _: None)
+    monkeypatch.setattr(launch_ranks.signal, "signal", lambda *_: None)
+    ranks = SimpleNamespace(next_call=lambda: None, end=lambda: None, failed=False)
+    monkeypatch.setattr(RankInfo, "join", lambda *_: ranks)
+    settings = json.dumps({"limit": 1.0, "device": "cpu", "release": __version__})
+    late = threading.Timer(0.3, lambda: store.set(launch_ranks.SETTINGS_KEY, settings))
+    late.start()
+    assert launch_ranks.run_launched_rank() == 0
 
 
 def test_a_rank_that_does_not_come_is_named():
