@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -94,7 +95,7 @@ class Adapter:
                 f"model.path: its weights are not those that the adapter in {folder} was trained "
                 f"on (checksum {self.base_checksum}, the adapter's is {trained_on}); restore them"
             )
-        own = self.model.peft_config[lora.ADAPTER]
+        own: Any = self.model.peft_config[lora.ADAPTER]
         stored = json.loads((folder / lora.CONFIG).read_text(encoding="utf-8"))
         scale, trained_with = own.lora_alpha / own.r, stored["lora_alpha"] / stored["r"]
         if not math.isclose(scale, trained_with):  # the same A and B would be another policy

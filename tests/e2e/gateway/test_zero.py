@@ -136,8 +136,9 @@ def prompts_of(program, turns):
 def test_a_history_without_thoughts_is_the_one_that_the_client_sent():
     """Planted in the arm of exact ids: the tokens of a rendering, with each token's own values."""
     teacher = next(conversations.episodes(0.0))
-    sample = teacher.history.to_samples(reward=1.0, temperature=1.0)[0]
     decode = teacher.tokenizer.decode
+    samples = teacher.history.to_samples(reward=1.0, temperature=1.0)
+    sample = max(samples, key=lambda each: decode(each.tokens.tolist()).count("<think>"))
     numbered = torch.arange(len(sample.tokens) - 1, dtype=torch.int32)
     found = without_thoughts(replace(sample, version=numbered), teacher.tokenizer)
     text = decode(sample.tokens.tolist())
