@@ -187,7 +187,9 @@ def fit_max_len(config: RunConfig, model: ModelConfig, context: int, *, trains: 
     held = rank_state(sizes, config, max(1, config.train.ranks), cpu=False)
     learner = int(held.parameters) + learner_growth(config, held, activations, trains=trains)
     weights = engines * sizes.total * itemsize
-    scores = score_bytes(empty, config, trains=trains)
+    scores = 0  # how long samples are is known to whoever sets max_len; a resume has set it
+    if engine.max_len is None:
+        scores = score_bytes(empty, config, trains=trains)
     margin = MARGIN
     if engine.max_len is not None:
         margin /= 2

@@ -79,7 +79,7 @@ def measure_settings(tree: Tree, overrides: list[str], path: str | None) -> tupl
         "eval": {"every": 0},
         "log": {"report": False, "tensorboard": False},
         # unused, but a group baseline refuses groups of 1
-        "objective": {"baseline": "none", "normalise": "none"} | _surrogate(tree),
+        "objective": {"baseline": "none", "normalise": "none"} | _surrogate(tree, overrides),
     }
     if path is not None:
         tree["model"] = tree.get("model", {}) | {"path": path}
@@ -98,8 +98,10 @@ def measure_settings(tree: Tree, overrides: list[str], path: str | None) -> tupl
     return tree, config
 
 
-def _surrogate(tree: Tree) -> Tree:
+def _surrogate(tree: Tree, overrides: list[str]) -> Tree:
     """Return the surrogate that the recipe's objective sets: some corrections ask for theirs."""
+    if any(each.startswith(("objective=", "objective.preset=")) for each in overrides):
+        return {}  # theirs counts
     objective = tree.get("objective", {})
     preset = objective_presets().get(objective.get("preset"), {}).get("settings", {})
     return {name: value for name, value in (preset | objective).items() if name == "surrogate"}

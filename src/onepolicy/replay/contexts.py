@@ -64,8 +64,7 @@ class RouteRecorder:
             RoutingError: no forward was recorded, or a router ran more or less often than others.
         """
         self._check_not_empty()
-        dtype = id_dtype(self._routers[0].num_experts)
-        device = self.recorders[0].seen[0].device  # a model's layers may be on several
+        dtype, device = id_dtype(self._routers[0].num_experts), self.recorders[0].seen[0].device
         ids = [torch.cat(recorder.seen).to(device, dtype) for recorder in self.recorders]
         trace = _trace(torch.stack(ids, dim=1), self._routers)
         if self.recorders[0].keep_weights:

@@ -355,7 +355,7 @@ async def holding_policy(components: Components) -> AsyncIterator[None]:
     yield
     if config.train.lora.base == "nf4":  # the learner does not have what the engine was built with
         model, dtype = resolve_model(config.model), DTYPES[config.model.dtype]
-        base = load_model(model, dtype, learner.scorer.device)
+        base = load_model(model, dtype, torch.device("cpu"))  # a GPU may lack the room
         await engine.load_weights(base.state_dict().items(), learner.version)
         return
     with learner.adapter.off():

@@ -85,8 +85,8 @@ class TrainingLoop:
         components, engine = self.components, self.components.engine
         advance = self.progress.phase("engine warm-up and sync check", 1)
         if self.config.rollout.quant is not None:
-            policy = None
-            if self.config.train.lora is not None:
+            policy, lora = None, self.config.train.lora
+            if lora is not None and (self.origin.weights is not None or lora.base == "nf4"):
                 policy = holding_policy(components)
             await calibrate(
                 self.config,

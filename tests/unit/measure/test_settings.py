@@ -109,6 +109,9 @@ def test_a_recipe_that_trains_can_be_measured(subtests):
             with subtests.test(objective=objective, correction=correction):
                 assert measure_settings(tree, [], None)[1].correction.preset == correction
     assert taken > 100
+    typed = ["objective.preset=rloo", "correction.preset=pg-tis"]
+    tree = base | {"objective": {"preset": "cispo"}, "replay": {"mode": "off"}}
+    assert measure_settings(tree, typed, None)[1].objective.surrogate == "pg"
 
 
 def test_each_prompt_of_a_file_is_sampled_once_whatever_a_recipe_says(tmp_path):

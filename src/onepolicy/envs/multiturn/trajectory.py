@@ -112,13 +112,10 @@ class Trajectory:
         return copy.deepcopy(self)
 
     def rewrite_history(self, ids: Sequence[int]) -> Trajectory:
-        """Return a new path of these tokens, for a history that the template rendered anew.
-
-        All its tokens are observed. Only the routes before the first difference are still known.
-        The turn count goes on. The sampled tokens stay with the old path.
-        """
+        """Return a path of these observed tokens, rendered anew, with the routes they share."""
         new = Trajectory(ids, duplicate_routes=self._routes.duplicate_routes)
         new._routes = copy.deepcopy(self._routes)
+        new._routes._refused[:], new._routes._known = False, 0  # no token is sampled any more
         new._routes.truncate(self.common_prefix(ids))
         new.turns = self.turns
         return new
@@ -226,10 +223,8 @@ class RouteBuffer:
         """Return which rows of a trace replace the stored rows: [T] bool. version: [T] int32."""
         if self.duplicate_routes == "as-cached":
             return trace.valid
-        replaced = trace.valid & ~self._valid[stored]
-        if self.duplicate_routes == "newest":
-            replaced |= trace.valid & (version > self._version[stored])
-        return replaced
+        newer = (version > self._version[stored]) & (self.duplicate_routes == "newest")
+        return trace.valid & (~self._valid[stored] | newer)
 
     def known_prefix(self) -> int:
         """Return the number of leading tokens that all have a route, or get none any more."""
@@ -269,12 +264,9 @@ class RouteBuffer:
         if rows <= len(self._valid):
             return
         more = max(rows, 2 * len(self._valid), 64) - len(self._valid)
-        held = (self._ids, self._valid, self._refused, self._version, self._source)
-        self._ids, self._valid, self._refused, self._version, self._source = (
-            _extend_rows(each, more) for each in held
-        )
-        if self._combine_weights is not None:
-            self._combine_weights = _extend_rows(self._combine_weights, more)
+        for name in ("_ids", "_valid", "_refused", "_version", "_source", "_combine_weights"):
+            if getattr(self, name) is not None:
+                setattr(self, name, _extend_rows(getattr(self, name), more))
 
 
 def check_routing_rows(completion: Completion, slots: int) -> None:

@@ -84,9 +84,8 @@ class Plain:
         for i, token in enumerate(ids):
             same = same and i < len(self.path) and self.path[i].id == token
             old = self.path[i] if same else Token(token)
-            fresh.append(dataclasses.replace(old, turn=-1, logp=math.nan, version=-1))
-        same = [i for i in range(len(ids)) if ids[: i + 1] == [t.id for t in self.path[: i + 1]]]
-        fresh[same[-1]].refused = False  # the first token is never changed
+            kept = dataclasses.replace(old, turn=-1, logp=math.nan, version=-1, refused=False)
+            fresh.append(kept)
         self.path, self.open = fresh, False
 
     def check(self, got: Sample) -> None:
