@@ -81,6 +81,8 @@ def measure_settings(tree: Tree, overrides: list[str], path: str | None) -> tupl
         # unused, but a group baseline refuses groups of 1
         "objective": {"baseline": "none", "normalise": "none"} | _surrogate(tree, overrides),
     }
+    if not all(isinstance(tree.get(name, {}), dict) for name in ("model", "rollout")):
+        resolve(tree, overrides)  # raises: it names what is no section
     if path is not None:
         tree["model"] = tree.get("model", {}) | {"path": path}
     given = tree["rollout"]
@@ -100,8 +102,9 @@ def measure_settings(tree: Tree, overrides: list[str], path: str | None) -> tupl
 
 def _surrogate(tree: Tree, overrides: list[str]) -> Tree:
     """Return the surrogate that the recipe's objective sets: some corrections ask for theirs."""
-    if any(each.startswith(("objective=", "objective.preset=")) for each in overrides):
-        return {}  # theirs counts
-    objective = tree.get("objective", {})
-    preset = objective_presets().get(objective.get("preset"), {}).get("settings", {})
+    objective = tree.get("objective")
+    typed = any(each.startswith(("objective=", "objective.preset=")) for each in overrides)
+    if typed or not isinstance(objective, dict):
+        return {}
+    preset = objective_presets().get(str(objective.get("preset")), {}).get("settings", {})
     return {name: value for name, value in (preset | objective).items() if name == "surrogate"}

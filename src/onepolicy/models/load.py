@@ -232,7 +232,7 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _merged(model: ModelConfig, device: torch.device) -> PreTrainedModel:
-    _whole_model(model.path)
+    _whole_model(model.path)  # refuses an adapter that is its own base
     return merge_adapter(load_base(model, device), Path(model.path))
 
 

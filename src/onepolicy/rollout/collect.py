@@ -244,7 +244,8 @@ async def collect_rollouts(
     if the engine's routes break `route_spec`.
     """
     player = _GroupPlayer(engine, environment, config, sampling, step, seed, route_spec, advance)
-    num_groups, first_index = config.prompts_per_step, step * config.prompts_per_step * (1 + rounds)
+    num_groups = config.prompts_per_step
+    first_index = step * num_groups * (1 + rounds)
     kept: list[Group] = []
     played = rounds_played = 0
     PLAYERS.set(object())

@@ -112,6 +112,11 @@ def test_a_recipe_that_trains_can_be_measured(subtests):
     typed = ["objective.preset=rloo", "correction.preset=pg-tis"]
     tree = base | {"objective": {"preset": "cispo"}, "replay": {"mode": "off"}}
     assert measure_settings(tree, typed, None)[1].objective.surrogate == "pg"
+    for name in ("model", "rollout"):
+        with pytest.raises(UsageError, match=rf"{name}: 5 is a value, but this is a section"):
+            measure_settings(base | {name: 5}, [], "m")
+    for unused in (5, "gspo", {"preset": ["gspo"]}):
+        assert measure_settings(base | {"objective": unused}, [], None)
 
 
 def test_each_prompt_of_a_file_is_sampled_once_whatever_a_recipe_says(tmp_path):

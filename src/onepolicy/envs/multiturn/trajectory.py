@@ -112,7 +112,7 @@ class Trajectory:
         return copy.deepcopy(self)
 
     def rewrite_history(self, ids: Sequence[int]) -> Trajectory:
-        """Return a path of these observed tokens, rendered anew, with the routes they share."""
+        """Return a new path of these tokens, all observed, with the routes of the common prefix."""
         new = Trajectory(ids, duplicate_routes=self._routes.duplicate_routes)
         new._routes = copy.deepcopy(self._routes)
         new._routes._refused[:], new._routes._known = False, 0  # no token is sampled any more
