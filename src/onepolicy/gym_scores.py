@@ -1,4 +1,4 @@
-"""Scores of answers that reasoning-gym evaluates as source, in a child with limits, without torch.
+"""Scores of answers that may take reasoning-gym for ever, in a child with limits, without torch.
 
 A child that an answer ended is started again, and the step waits for its imports.
 """

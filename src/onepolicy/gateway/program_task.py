@@ -45,7 +45,7 @@ MODEL = "policy"
 """The model's name that programs are told; they may ask for any."""
 BREAKS = (
     *(Reason.RETOKENISED, Reason.SYSTEM_CHANGED, Reason.TOOLS_CHANGED, Reason.COMPACTION),
-    *(Reason.TRUNCATED_TURN, Reason.UNKNOWN_ASSISTANT),
+    *(Reason.TRUNCATED_TURN, Reason.UNKNOWN_ASSISTANT, Reason.THOUGHTS_DROPPED),
 )
 LARGEST_REWARD = 1e9
 CONNECTIONS, CONNECTIONS_OF_PROGRAM = 64, 16
@@ -146,7 +146,8 @@ class Programs:
             for each in (program, waiting):
                 each.cancel()
             await asyncio.gather(program, waiting, session.close(), return_exceptions=True)
-        reward = self._reward(problem, ended)
+        # in a thread: a grader may take seconds, in which the time of other programs runs on
+        reward = await asyncio.to_thread(self._reward, problem, ended)
         samples = history.to_samples(reward=reward, temperature=temperature)
         if not samples:
             raise EpisodeError(f"{_lack_of_turns(session, ended)}; {_describe(ended)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -324,9 +325,14 @@ def cast_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     Unlike `model.to`, it leaves tensors alone that no checkpoint has (rotary frequencies). Tensors
     that the family wants in float32 (selection biases of routers) become float32.
     """
+    made: dict[str, torch.dtype] = {}
+    if dtype != torch.float32:  # some classes make tensors in float32 whatever the dtype
+        with torch.device("meta"):
+            like = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+        made = {name: tensor.dtype for name, tensor in like.state_dict().items()}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype_of(model, name, dtype))
+            tensor.data = tensor.data.to(dtype_of(model, name, made.get(name, dtype)))
     return model
 
 

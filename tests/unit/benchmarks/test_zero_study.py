@@ -44,6 +44,13 @@ def test_a_run_fails_if_it_does_not_rise_or_ends_early():
     assert study.last(lost) == 0
 
 
+def test_a_pilot_is_not_counted_among_the_runs(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["study.py", "--seeds", "800", "700"])
+    with pytest.raises(SystemExit):
+        study.main()
+    assert "seed 700 is a pilot's; give --results FILE" in capsys.readouterr().err
+
+
 def test_exact_tests():
     """Of 2^3 flips of (1, 2, 3) two reach a sum of 6, four one of 4; 7 pairs one way: 2 / 2^7."""
     assert study.sign_flips([1, 2, 3]) == pytest.approx(2 / 8)

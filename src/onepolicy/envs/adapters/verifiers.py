@@ -8,6 +8,7 @@ or model endpoint of verifiers is started. An environment that needs one of thes
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Unpack
@@ -320,11 +321,16 @@ class Verifiers(MultiTurnEnvironment):
         except UsageError:
             raise
         except (vf.RolloutError, *LIBRARY_ERRORS, OSError) as error:
-            if agent.engine_error is not None:
-                raise agent.engine_error from None
+            task_of_run = asyncio.current_task()
+            assert task_of_run is not None
+            # the environment cancels its own turn where it times its agent
+            if isinstance(agent.engine_error, Exception) or task_of_run.cancelling():
+                raise agent.engine_error or error from None
             raise EpisodeError(f"{env_id} failed: {error!r}") from error
         if agent.truncated:
             return 0.0
+        if not record.traces:
+            raise EpisodeError(f"{env_id} ended its agent's conversation with an error of its own")
         reward = float(record.traces[0].reward)
         if self.config.returns is not None:
             reward = scale_return(reward, self.config.returns)

@@ -5,6 +5,7 @@ An episode also ends when its turns, tokens or time run out.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Unpack
 
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,7 @@ class ReAct(MultiTurnEnvironment):
     ) -> None:
         self.config, self.task = config, task
         self.tools = build_tools(config.tools)
+        self._timed = "python" in self.tools or config.seconds is not None
         turns = tool_format(tokenizer, self.tools, config.instructions)
         super().__init__(config, task, tokenizer, turns, **path)
 
@@ -65,7 +67,10 @@ class ReAct(MultiTurnEnvironment):
         while (text := await episode.sample_turn()) is not None:
             turn = self.turns.parse_turn(text)
             if turn.answer is not None:
-                return float(self.task.grade(problem, turn.answer))
+                if not self._timed:
+                    return float(self.task.grade(problem, turn.answer))
+                # a grader may take seconds, in which the time of other episodes' calls runs on
+                return float(await asyncio.to_thread(self.task.grade, problem, turn.answer))
             if episode.out_of_turns:  # no later turn could read the replies
                 episode.finish = "turns"
                 break
@@ -85,7 +90,7 @@ class ReAct(MultiTurnEnvironment):
             events.append("malformed")
             return f"error: no tool {name[:40]}; there is {', '.join(self.tools)}"
         reply = await tool.call(text)
-        if reply.startswith("error: "):
+        if reply.rpartition("\n")[2].startswith("error: "):
             events.append(f"{name}_error")
         else:
             events.append(name)

@@ -99,9 +99,12 @@ class TemplateCallFormat(TurnFormat):
         """Return the calls or the answer after the turn's thoughts."""
         _, text = self.split_thoughts(text)
         texts = self._calls.find(text)
-        start = self._calls.start
-        if not texts and start and start in text:
-            return ParsedTurn(malformed=f"a call ends with {self._calls.end}")
+        start, end = self._calls.start, self._calls.end
+        rest = text
+        if texts and end:
+            rest = text.rpartition(end)[2]
+        if start and start in rest and (end or not texts):
+            return ParsedTurn(malformed=f"a call ends with {end}")
         calls = []
         for each in texts:
             call = self._parse_call(each)

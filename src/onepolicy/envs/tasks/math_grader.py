@@ -55,7 +55,7 @@ class MathGrader:
             )
         self.timeout = timeout
         self.startup = startup
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: weakref.finalize | None = None
         self._counts = Counts()  # since the last take_metrics
@@ -72,13 +72,14 @@ class MathGrader:
             return 0.0
         if text == answer.strip():
             return 1.0
-        if self._counts.here[TIMEOUTS] >= MAX_TIMEOUTS:
-            self._count_skipped()
-            return 0.0
         if prefix or BARE_RELATION.fullmatch(text):
             text = mark_as_latex(text)
-        reply = self._query_worker({"answer": mark_as_latex(answer), "response": text})
-        self._counts.here[TIMEOUTS] += reply is None
+        with self._lock:
+            if self._counts.here[TIMEOUTS] >= MAX_TIMEOUTS:
+                self._count_skipped()
+                return 0.0
+            reply = self._query_worker({"answer": mark_as_latex(answer), "response": text})
+            self._counts.here[TIMEOUTS] += reply is None
         return float(reply is not None and reply["equal"])
 
     def take_metrics(self) -> dict[str, float]:

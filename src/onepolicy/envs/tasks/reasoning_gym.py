@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -128,6 +129,12 @@ EVALUATING_GRADERS = frozenset(
     )
 )
 """Data sets whose graders evaluate the response as Python or sympy source: in a child process."""
+COSTLY_GRADERS = frozenset(("coin_flip", "propositional_logic", "rubiks_cube", "rush_hour"))
+"""Those that do as many moves, digits or cases as the response says: in a child process, too."""
+ANY_ANSWER = frozenset(("game_of_life_halting",))
+"""Data sets whose graders give 1 to any text."""
+NAN = re.compile(r"(?<![a-z])nan(?![a-z])", re.IGNORECASE)
+"""A number that several graders find equal to every other."""
 LOG = logging.getLogger(__name__)
 GRADING = Limits(memory=GIB // 2, seconds=5)
 """Of a response, which takes milliseconds."""
@@ -153,6 +160,7 @@ class ReasoningGym:
         self._datasets: dict[tuple[Split, int], Any] = {}  # the last generator of each split
         self._held_out: list[Problem] = []
         self._counts = Counts()  # of responses since the last take_metrics
+        self._asking, self._drawing = threading.Lock(), threading.Lock()
         try:
             self._entry("train", 0)
         except LIBRARY_ERRORS as error:
@@ -180,31 +188,34 @@ class ReasoningGym:
 
     def grade(self, problem: Problem, response: str) -> float:
         answer = extract_tagged_answer(response)
-        if self.config.name in EVALUATING_GRADERS and answer != problem.answer:
-            return self._evaluated(problem, answer)
+        if answer != problem.answer:
+            name = self.config.name
+            if NAN.search(answer) or (name in EVALUATING_GRADERS and not safe_to_evaluate(answer)):
+                return 0.0
+            if name in EVALUATING_GRADERS | COSTLY_GRADERS:
+                return self._in_child(problem, answer)
         try:
             return float(self._dataset("train", 0).score_answer(answer, problem.entry))
         except LIBRARY_ERRORS:  # the response is not of the form the library's grader reads
             return 0.0
 
-    def _evaluated(self, problem: Problem, answer: str) -> float:
-        """Return the score of a response that the library evaluates, 0 past the limits."""
-        if not safe_to_evaluate(answer):
-            return 0.0
-        if self._counts.here[TIMEOUTS] >= MAX_STOPPED:
-            self._count_skipped()
-            return 0.0
+    def _in_child(self, problem: Problem, answer: str) -> float:
+        """Return the score that the library gives in a child process, 0 past the limits."""
         question = {
             "name": self.config.name,
             "params": self.config.params,
             "entry": problem.entry,
             "answer": answer,
         }
-        try:
-            reply = bounded.ask("onepolicy.gym_scores:score", question, GRADING)
-        except bounded.StoppedError:
-            self._counts.here[TIMEOUTS] += 1
-            return 0.0
+        with self._asking:
+            if self._counts.here[TIMEOUTS] >= MAX_STOPPED:
+                self._count_skipped()
+                return 0.0
+            try:
+                reply = bounded.ask("onepolicy.gym_scores:score", question, GRADING)
+            except bounded.StoppedError:
+                self._counts.here[TIMEOUTS] += 1
+                return 0.0
         return float(reply.info["score"])
 
     def _count_skipped(self) -> None:
@@ -259,19 +270,20 @@ class ReasoningGym:
     def _dataset(self, split: Split, chunk: int) -> Any:
         import reasoning_gym
 
-        if (split, chunk) not in self._datasets:
-            seed = hash_key("gym", self.config.seed, split, chunk) % 2**31
-            kept = {
-                key: value
-                for key, value in self._datasets.items()
-                if key[0] != split or key[1] == 0
-            }
-            params = copy.deepcopy(self.config.params)
-            dataset = reasoning_gym.create_dataset(
-                self.config.name, seed=seed, size=CHUNK, **params
-            )
-            self._datasets = {**kept, (split, chunk): dataset}
-        return self._datasets[split, chunk]
+        with self._drawing:
+            if (split, chunk) not in self._datasets:
+                seed = hash_key("gym", self.config.seed, split, chunk) % 2**31
+                kept = {
+                    key: value
+                    for key, value in self._datasets.items()
+                    if key[0] != split or key[1] == 0
+                }
+                params = copy.deepcopy(self.config.params)
+                dataset = reasoning_gym.create_dataset(
+                    self.config.name, seed=seed, size=CHUNK, **params
+                )
+                self._datasets = {**kept, (split, chunk): dataset}
+            return self._datasets[split, chunk]
 
 
 def extract_tagged_answer(response: str) -> str:
@@ -315,8 +327,13 @@ def _check_config(config: GymTask, section: str) -> None:
         )
     from reasoning_gym.factory import DATASETS
 
-    if config.name not in DATASETS or config.name == "composite":
-        names = sorted(DATASETS.keys() - {"composite"})
+    if config.name in ANY_ANSWER:
+        raise UsageError(
+            f"{section}.name: reasoning-gym's grader of {config.name} gives 1 to any text; choose "
+            "another data set"
+        )
+    names = sorted(DATASETS.keys() - {"composite", *ANY_ANSWER})
+    if config.name not in names:
         hint = did_you_mean(config.name, names) or f"; it has {', '.join(names)}"
         raise UsageError(
             f"{section}.name: reasoning-gym has no single data set {config.name!r}{hint}"

@@ -78,6 +78,8 @@ gap("files in its scratch folder are not counted", lambda: os.statvfs("/scratch"
 gap("files can be made outside its scratch folder", lambda: open("/file", "w").close())
 print("checked")
 """
+FIRST_SIGNAL = 128
+"""Status of code that a signal ended, less the signal's number."""
 STATUS_ERRORS = {
     sandbox_init.TOO_MANY_FILES: (
         f"error: more than {INODES} files, folders and links in the scratch folder"
@@ -218,7 +220,7 @@ class PythonSandbox:
         status = await process.wait()
         if status in STATUS_ERRORS:
             return STATUS_ERRORS[status]
-        if status == 0 or printed:
+        if status == 0 or (printed and 0 < status < FIRST_SIGNAL):  # a traceback says why
             return ""
         return f"error: ended with status {status}"
 

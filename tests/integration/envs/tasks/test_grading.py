@@ -173,6 +173,24 @@ def test_an_expression_that_passes_the_filter_ends_its_child_only(monkeypatch):
     assert task.take_metrics() == {}
 
 
+@pytest.mark.process
+def test_a_response_that_asks_for_endless_work_ends_its_child_only(monkeypatch, subtests):
+    monkeypatch.setattr(reasoning_gym, "GRADING", Limits(2**28, patience(1)))
+    for name, costly, other in (
+        ("coin_flip", "1e9999999999", "{}0"),
+        ("propositional_logic", "∧".join("abcdefghijklmnopqrstuvwxyz"), "P"),
+        ("rush_hour", " ".join(f"{car}+1111111111111" for car in "ABCDEFGH"), "A+0"),
+    ):
+        with subtests.test(name=name):
+            task = reasoning_gym.ReasoningGym(GymTask(name=name))
+            problem = task.train_problem(0)
+            assert task.grade(problem, costly) == 0.0
+            assert task.take_metrics() == {"rollout/grader_timeouts": 1.0}
+            other = other.format(problem.answer)
+            score = task._dataset("train", 0).score_answer(other, problem.entry)
+            assert task.grade(problem, other) == score
+
+
 def test_a_step_waits_for_few_endless_expressions(monkeypatch):
     asked = []
 

@@ -38,6 +38,7 @@ SAYS = [  # code, end of what it says
     ("import sys; sys.exit(3)", "error: ended with status 3"),
     (f"{SIGNAL}KILL)", "error: ended with status 137"),
     (f"{SIGNAL}ALRM)", "error: ended with status 142"),
+    (f"print('a'); {SIGNAL}SEGV)", "error: ended with status 139"),
     ("import asyncio; print(asyncio.run(asyncio.sleep(0, 7)))", "7"),
     ("import subprocess; print(subprocess.check_output(['echo', 'a'], text=True))", "a"),
     (

@@ -8,6 +8,7 @@ import pytest
 
 from onepolicy.config import UsageError, VerifiersTask
 from onepolicy.envs.adapters.verifiers import Verifiers
+from onepolicy.interfaces import EpisodeError
 from support import fake_verifiers
 from support.scripted_engine import Script, play, tokenizer_of
 
@@ -78,3 +79,30 @@ def test_an_error_of_the_engine_that_the_environment_catches_ends_the_episode(ma
 
     with pytest.raises(RuntimeError, match="lost"):
         asyncio.run(ours.episode(ours.train_problem(0), sample, 1.0))
+
+
+def test_an_environment_that_times_its_agent_loses_the_episode_alone(made):
+    class Timing(fake_verifiers.Env):
+        async def run(self, task, agents):
+            async with agents.player.interaction(task) as interaction:
+                await asyncio.wait_for(interaction.turn(), 0.01)
+
+    ours = made(Timing())
+
+    async def sample(tokens, **how):
+        await asyncio.Event().wait()
+
+    with pytest.raises(EpisodeError, match="failed: TimeoutError"):
+        asyncio.run(ours.episode(ours.train_problem(0), sample, 1.0))
+
+
+def test_an_environment_that_catches_its_own_error_loses_the_episode_alone(made):
+    class Failing(fake_verifiers.Env):
+        async def run(self, task, agents):
+            with suppress(KeyError):
+                async with agents.player.interaction(task) as interaction:
+                    await interaction.turn()
+                    raise KeyError
+
+    with pytest.raises(EpisodeError, match="an error of its own"):
+        play(made(Failing()), ["2"])

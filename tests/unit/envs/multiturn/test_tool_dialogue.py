@@ -3,6 +3,7 @@ call."""
 
 import asyncio
 import json
+import threading
 
 import pytest
 
@@ -17,7 +18,15 @@ from onepolicy.gateway.rendering import Renderer
 from onepolicy.interfaces import EpisodeError, Problem
 from onepolicy.run.step import rollout_metrics
 from onepolicy.types import Group
-from support.scripted_engine import FORGETFUL, HERMES, make_tokenizer, play, tokenizer_of
+from support.scripted_engine import (
+    FORGETFUL,
+    HERMES,
+    make_tokenizer,
+    play,
+    scripted,
+    tokenizer_of,
+)
+from support.waiting import LIMIT_S
 
 PRODUCTS = {"kind": "gym", "name": "products", "params": {"min_digits": 2, "max_digits": 2}}
 CALCULATOR = [{"kind": "calculator"}]
@@ -166,6 +175,25 @@ def test_a_template_with_tools():
     assert (sample.events, sample.finish) == (("calculator",), "stop")
 
 
+def test_a_slow_grader_does_not_use_up_the_time_of_other_episodes():
+    """The grader waits until another task has run, as a sandbox's clock does."""
+    env, others_run = environment(seconds=LIMIT_S), threading.Event()
+    env.task.grade = lambda *asked: float(others_run.wait(LIMIT_S / 2))
+    sample = scripted(env.tokenizer, "Answer: 7")
+
+    async def other():
+        await asyncio.sleep(0.01)
+        others_run.set()
+
+    async def both():
+        playing = asyncio.ensure_future(env.episode(env.train_problem(0), sample, 1.0))
+        await asyncio.gather(playing, other())
+        return playing.result()
+
+    (played,) = asyncio.run(both())
+    assert played.reward == 1.0
+
+
 def test_two_calls_in_one_turn_get_two_replies():
     env = environment(HERMES)
     (sample,), script = play(env, [call("1+1") + call("2+2"), "done"])
@@ -181,6 +209,7 @@ MALFORMED_JSON = [
     (call(1), "error: calculator takes one argument"),
     ('<call>{"name": "abacus", "arguments": {}}</call>', "error: no tool abacus"),
     (f"<call>{as_json('1')}", "error: a call ends with </call>"),
+    (f"{call('1+1')}<call>{as_json('1')}", "error: a call ends with </call>"),
     ("<call>[1]</call>", "error: a call is written as JSON"),
     ('<call>{"name": "\\ud800", "arguments": {}}</call>', "error: no tool ?"),
 ]

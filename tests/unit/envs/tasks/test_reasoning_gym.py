@@ -22,6 +22,7 @@ REFUSED = [  # data set, params, words
     ("chain_sums", {}, r"name: .*no single data set 'chain_sums'; did you mean chain_sum"),
     ("zzzzzzzz", {}, r"name: .*'zzzzzzzz'; it has ab, acre"),
     ("composite", {}, r"name: .*no single data set 'composite'"),
+    ("game_of_life_halting", {}, r"name: .*grader of game_of_life_halting gives 1 to any"),
     (
         "gcd",
         {"max_valeu": 9},
@@ -126,7 +127,6 @@ def test_a_response_that_breaks_the_library_earns_nothing(subtests):
     from reasoning_gym import get_score_answer_fn  # seconds, in whichever worker runs this
 
     for name, response in (
-        ("coin_flip", "1e999999"),
         ("game_of_life", "[{}]"),
         ("boxnet", "0"),
         ("boxnet", '{"action": 3}'),
@@ -136,6 +136,18 @@ def test_a_response_that_breaks_the_library_earns_nothing(subtests):
             asked = task.train_problem(0)
             with pytest.raises(LIBRARY_ERRORS):
                 get_score_answer_fn(name)(response, asked.entry)
+            assert task.grade(asked, response) == 0.0
+
+
+def test_a_number_that_equals_every_other_earns_nothing(subtests):
+    for name in ("complex_arithmetic", "number_sorting"):
+        with subtests.test(name=name):
+            task = ReasoningGym(GymTask(name=name))
+            asked = task.train_problem(0)
+            response = "NaN"
+            if asked.answer.startswith("["):
+                response = f"[{', '.join(['NaN'] * len(asked.answer.split(',')))}]"
+            assert task._dataset("train", 0).score_answer(response, asked.entry) == 1.0
             assert task.grade(asked, response) == 0.0
 
 
