@@ -137,6 +137,9 @@ class RowSample:
             }
             if "mask" in columns:
                 columns = _without_prompts(columns)
+            else:
+                for routes in columns.values():  # outside the mask they may be anything
+                    routes[~block.columns["mask"][span]] = -1
             if not columns[self.names[0]].size:
                 continue
             dump_row, priority = block.first_row + int(row), float(priorities[row])
@@ -178,6 +181,7 @@ class RoutingCounts:
     slots: int
     tokens: int  # with at least one differing router
     per_layer: Array  # [L] int64, slots with a differing router
+    top_k: int
     k3: ByRoutes = field(default_factory=ByRoutes)
 
     @property
@@ -289,7 +293,7 @@ class DumpAccumulator:
     def _add_routes(self, block: Scored) -> None:
         columns, mask = block.columns, block.columns["mask"]
         rollout, trainer = (columns[f"routes_{side}"][mask] for side in ("rollout", "trainer"))
-        layers = rollout.shape[1]  # of [n, L, K]
+        layers, top_k = rollout.shape[1:]  # of [n, L, K]
         recorded = ~((rollout < 0) | (trainer < 0)).any((1, 2))
         differs = np.zeros((int(recorded.sum()), layers), bool)
         for i in range(layers):
@@ -297,11 +301,14 @@ class DumpAccumulator:
             chosen_trainer = torch.from_numpy(trainer[recorded, i])
             differs[:, i] = differing_experts(chosen_rollout, chosen_trainer).numpy() > 0
         if self.routes is None:
-            self.routes = RoutingCounts(0, 0, np.zeros(layers, np.int64))
-        if len(self.routes.per_layer) != layers:
-            raise UsageError(
-                f"{self.path}: column route_layers: changes inside the dump; one model only"
-            )
+            self.routes = RoutingCounts(0, 0, np.zeros(layers, np.int64), top_k)
+        first = {"route_layers": len(self.routes.per_layer), "route_top_k": self.routes.top_k}
+        for name, size in {"route_layers": layers, "route_top_k": top_k}.items():
+            if first[name] != size:
+                raise UsageError(
+                    f"{self.path}: column {name}: changes from {first[name]} to {size} inside the "
+                    "dump; one model only"
+                )
         self.routes.slots += int(recorded.sum())
         self.routes.tokens += int(differs.any(1).sum())
         self.routes.per_layer += differs.sum(0)

@@ -26,6 +26,7 @@ from onepolicy.verdict.bug_signatures import (
     diagnose,
 )
 from onepolicy.verdict.declared import HARMLESS_KL, UNDECLARED, Declared
+from onepolicy.verdict.local_faults import FEWEST_SLOTS
 from onepolicy.verdict.rules import FEW_ROWS, RAW_OR_PROCESSED, Verdict, quiet, verdict
 from onepolicy.verdict.scored_tokens import FEWEST
 from onepolicy.verdict.value_faults import missing
@@ -35,7 +36,8 @@ JUMP_STEPS = (2, 3)
 """Fewest steps before a jump and from it on, in a dump of few steps."""
 ONSET_RULE = (
     f"the first of {ONSET_STEPS} steps in a row whose k3 is above {ONSET_FACTOR:g} times the "
-    f"median, and the largest, of the first fifth of the steps (at least {ONSET_STEPS}); with "
+    f"median, the largest of the first fifth of the steps (at least {ONSET_STEPS}) and "
+    f"{HARMLESS_KL:g}; with "
     f"fewer than {ONSET_MIN_STEPS} steps, the first from which all are surely above "
     f"{ONSET_FACTOR:g} times all earlier ones ({JUMP_STEPS[0]} before it, {JUMP_STEPS[1]} from it "
     "on, or more)"
@@ -169,7 +171,8 @@ def _unchecked_causes(
     Where age explains the gap it is only asked that rows were looked at. too_old: the entropy says
     nothing of the tokens that were looked at.
     """
-    rows = len(accumulated.sample.rows(onset))
+    drawn = accumulated.sample.rows(onset)
+    rows, newest = len(drawn), _rows_of_newest_weights(drawn)
     if rows and accumulated.ages.explains_gap:
         return []
     texts = [
@@ -177,13 +180,29 @@ def _unchecked_causes(
     ]
     if too_old:
         texts.append(f"{TOO_OLD}: let samples be younger")
-    if rows and (rows >= FEW_ROWS or quiet(gap)):
+    if rows and (min(rows, newest) >= FEW_ROWS or quiet(gap)):
         return texts
     found, fix = counted(rows, "row"), f"dump {FEW_ROWS} or more"
     if rows < gap.sequences:
         found = f"{rows} of {counted(gap.sequences, 'row')} were drawn"
         fix = f"audit a dump of the steps from {onset} on alone"
+    if rows >= FEW_ROWS:
+        found = f"{counted(newest, 'row')} of {rows} with tokens of the weights that trained"
+        fix = "let samples be younger"
     return [*texts, f"{found}, too few to see a part of them that is wrong: {fix}"]
+
+
+def _rows_of_newest_weights(rows: list[SampledRow]) -> int:
+    """Return in how many of the rows `_diagnose` looks at enough tokens to see that one is odd."""
+    newest = [
+        row.columns["mask"] & (row.columns["version"] == row.columns["trained_version"])
+        for row in rows
+        if {"version", "trained_version"} <= row.columns.keys()
+    ]
+    tokens = [int(each.sum()) for each in newest]
+    if sum(tokens) < FEWEST or sum(tokens) == sum(int(row.columns["mask"].sum()) for row in rows):
+        return len(rows)  # it looks at all tokens
+    return sum(each >= FEWEST_SLOTS for each in tokens)
 
 
 def _replayable_routers(accumulated: DumpAccumulator) -> float | None:
@@ -284,7 +303,7 @@ def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> 
     lengths = torch.tensor([len(row.columns["mask"]) for row in rows])
     mask, group = tensors["mask"], None
     if len({row.step for row in rows}) > 1:
-        group = torch.tensor([row.step for row in rows]).repeat_interleave(lengths)
+        group = _groups_of_steps(rows).repeat_interleave(lengths)
     version = tensors.get("version")
     if version is not None and "trained_version" in tensors:
         # The dump has the age of every token. Bugs show in the newest tokens.
@@ -313,6 +332,17 @@ def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> 
         turn=tensors.get("turn"),
         group=group,
     )
+
+
+def _groups_of_steps(rows: list[SampledRow]) -> torch.Tensor:  # [R] int64
+    """Return a number for each row's step, the same for steps in a row until FEW_ROWS are together.
+
+    A row that is the only one of its step would be compared with itself.
+    """
+    _, at, count = np.unique([row.step for row in rows], return_inverse=True, return_counts=True)
+    group = (count.cumsum() - count) // FEW_ROWS
+    last = max(len(rows) // FEW_ROWS - 1, 0)  # the rest goes with the group before it
+    return torch.from_numpy(np.minimum(group, last)[at])
 
 
 def _newest_versions(
@@ -378,7 +408,7 @@ def divergence_onset(k3: dict[int, float], errors: dict[int, float] | None = Non
         return _jump_between_steps([(k3[each], known.get(each, 0.0)) for each in steps], steps)
     first = [k3[step] for step in steps[: max(ONSET_STEPS, len(steps) // 5)]]
     # Small steps are heavy-tailed, so the median alone is not enough.
-    bound = max(ONSET_FACTOR * statistics.median(first), *first)
+    bound = max(HARMLESS_KL, ONSET_FACTOR * statistics.median(first), *first)
     high = [k3[step] > bound for step in steps]
     for i in range(len(steps) - ONSET_STEPS + 1):
         if all(high[i : i + ONSET_STEPS]):

@@ -113,6 +113,7 @@ class _Rows:
         self._check_lengths(name, ragged.lengths, expected, "tokens x route_layers x route_top_k")
         ids = self._typed(name, ragged)
         wrong = np.flatnonzero((ids < -1) | (ids > LARGEST_EXPERT))
+        wrong = wrong[self.column("mask")[wrong // (layers * top_k)]]  # others may be anything
         if wrong.size:
             row, entry = _locate(ragged.lengths, int(wrong[0]))
             text = (

@@ -79,3 +79,16 @@ def test_old_tokens_in_which_no_temperature_is_seen_are_said(tmp_path):
     said = "ewer than 32 tokens of the weights that trained, too few to see a temperature"
     assert said in found.verdict.sentence
     assert any(check.endswith(said) for check in found.not_checked)
+
+
+def test_newest_tokens_of_few_rows_stand_for_no_search(tmp_path):
+    """The last 2 tokens of each row are of the weights that trained: none shows an odd row."""
+    rows = gaussian_rows(4e-3, rows=40, seed=1)
+    for row in rows:
+        row["version"] = [3] * 78 + [4] * 2
+    found = audited(tmp_path, trained(rows, 4)).verdict
+    assert found.action == "unclear"
+    assert "0 rows of 40 with tokens of the weights that trained" in found.text()
+    for row in rows:
+        row["version"] = [3] * 40 + [4] * 40
+    assert audited(tmp_path, trained(rows, 4)).verdict.action == "correct"

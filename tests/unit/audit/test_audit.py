@@ -421,3 +421,57 @@ def test_two_dumps_side_by_side(tmp_path) -> None:
     assert "k3 is larger in b.parquet than in a.parquet: " in text
     same = run_audit([paths[0], paths[0]], {}, None, Console(record=True, width=120))
     assert "no difference is shown" in describe_difference(same)
+
+
+def padded(rows: list[dict], by: int) -> list[dict]:
+    """Return the rows with entries outside the mask behind them: one side's experts are all 0."""
+    rng, out = np.random.default_rng(0), []
+    for row in rows:
+        layers, top_k = row["route_layers"], row["route_top_k"]
+        ids = rng.random((by, layers, 16)).argsort(-1)[..., :top_k].reshape(-1)
+        behind = {"tokens": [0], "mask": [False], "routes_rollout": [0] * layers * top_k}
+        behind |= dict.fromkeys(("logp_rollout", "logp_trainer", "entropy"), [0.0])
+        longer = {name: row[name] + value * by for name, value in behind.items()}
+        out.append(row | longer | {"routes_trainer": row["routes_trainer"] + ids.tolist()})
+    return out
+
+
+def test_routes_outside_the_mask_may_be_anything(tmp_path) -> None:
+    rows = padded(with_routes(world_rows(1, entropy=True)), 60)
+    found = audited(tmp_path, rows)
+    assert found.verdict.action == "nothing", found.verdict.text()
+    rows[0]["routes_trainer"][-1] = -100
+    assert audited(tmp_path, rows).verdict.action == "nothing"
+    rows[0]["routes_trainer"][0] = -100
+    with pytest.raises(UsageError, match=r"row 0, column routes_trainer: entry 0 is -100"):
+        audited(tmp_path, rows)
+
+
+def test_odd_rows_are_found_though_each_is_alone_in_its_step(tmp_path) -> None:
+    rows = [row for seed in range(5) for row in world_rows(seed, entropy=True)]
+    rows += [row for seed in (5, 6) for row in world_rows(seed, noise=0.5, entropy=True)]
+    order = np.random.default_rng(0).permutation(len(rows))
+    steps = [rows[at] | {"step": step} for step, at in enumerate(order)]
+    assert audited(tmp_path, steps).verdict.causes == ("stale",)
+
+
+def test_a_gap_of_rounding_does_not_diverge(tmp_path) -> None:
+    rows = [
+        row | {"step": step}
+        for step in range(30)
+        for row in gaussian_rows(1e-13 if step < 20 else 1e-12, rows=4, seed=step)
+    ]
+    assert audited(tmp_path, rows).onset is None
+
+
+def test_files_of_two_models_are_refused(tmp_path) -> None:
+    for name, change, words in (
+        ("route_top_k", {"k": 2}, "changes from 4 to 2"),
+        ("route_layers", {"layers": 3}, "changes from 4 to 3"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_parquet(folder / "1.parquet", with_routes(world_rows(1)))
+        write_parquet(folder / "2.parquet", with_routes(world_rows(2), **change))
+        with pytest.raises(UsageError, match=f"column {name}: {words} inside the dump"):
+            audit(folder, {})
