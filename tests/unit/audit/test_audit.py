@@ -430,7 +430,7 @@ def padded(rows: list[dict], by: int) -> list[dict]:
         layers, top_k = row["route_layers"], row["route_top_k"]
         ids = rng.random((by, layers, 16)).argsort(-1)[..., :top_k].reshape(-1)
         behind = {"tokens": [0], "mask": [False], "routes_rollout": [0] * layers * top_k}
-        behind |= dict.fromkeys(("logp_rollout", "logp_trainer", "entropy"), [0.0])
+        behind |= {name: [0.0] for name in ("logp_rollout", "logp_trainer", "entropy")}
         longer = {name: row[name] + value * by for name, value in behind.items()}
         out.append(row | longer | {"routes_trainer": row["routes_trainer"] + ids.tolist()})
     return out

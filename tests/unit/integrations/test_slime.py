@@ -147,6 +147,13 @@ def test_a_step_is_dumped_for_the_audit(tmp_path):
     assert names == [f"step_00007_0.parquet{end}" for end in ("", ".1", ".2")]
 
 
+def test_a_dump_has_the_rewards_before_the_groups_mean_is_taken_off(tmp_path):
+    for number, (more, mean) in enumerate((({}, 0.5), ({"local_raw_reward": [3, 0, 0]}, 1.0))):
+        stepped(rollout_data(**more), dump=str(tmp_path / str(number)))
+        rewards = audit(tmp_path / str(number), {}).accumulated.rewards[7]
+        assert rewards.mean == pytest.approx(mean)
+
+
 def test_empty_responses_are_left_out_of_the_dump(tmp_path):
     data = rollout_data()
     for name in ("log_probs", "rollout_log_probs", "loss_masks", "advantages"):
@@ -233,6 +240,16 @@ def test_measuring_alone_hands_the_loss_back(subtests):
             assert masks is batch["loss_masks"]
             means = {name: float(metrics[f"mismatch/{name}"][mask].mean()) for name in expected}
             assert means == pytest.approx(expected)
+
+
+def test_slices_are_measured_by_the_whole_step_hook_alone():
+    """slime wants a loss hook for --get-mismatch-metrics, and cuts what it hands it."""
+    batch = micro_batch("slime") | {"train_log_probs": [logp[:2] for logp in samples()[0]]}
+    sliced = args(context_parallel_size=2, rollout_data_postprocess_path="x.step")
+    assert slime.tis(sliced, **batch) == (batch["pg_loss"], batch["loss_masks"], {})
+    sliced.use_tis = True
+    with pytest.raises(UsageError, match="context-parallel-size 1"):
+        slime.tis(sliced, **batch)
 
 
 def test_metrics_have_the_same_names_in_every_micro_batch():

@@ -68,7 +68,8 @@ def test_vllms_log_probabilities_are_measured_and_dumped_where_asked(tmp_path):
         trainer = GRPOTrainer()
         attach(trainer, replay="off", dump=dump)
         made = trainer._generate_and_score_completions(["a prompt"])
-        assert made["sampling_per_token_logps"][MASK.bool()].tolist() == [-1, -2, -3]
+        assert adapter.sampled(made)[MASK.bool()].tolist() == [-1, -2, -3]
+        assert "sampling_per_token_logps" not in made  # TRL's off-policy mask would drop by it
         assert trainer._metrics["train"]["mismatch/k1"] == pytest.approx([0.25])
         assert (tmp_path / "dump").exists() == (dump is not None)
     (file,) = dump.iterdir()

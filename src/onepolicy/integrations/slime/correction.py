@@ -133,6 +133,9 @@ def weighed(
     Raises UsageError with every setting that does not fit.
     """
     settings = settings_of(args)
+    sliced = getattr(args, "context_parallel_size", 1) > 1
+    if sliced and not args.use_tis and getattr(args, "rollout_data_postprocess_path", None):
+        return pg_loss, loss_masks, {}  # `step` measures the whole responses
     if train_log_probs is None or rollout_log_probs is None:
         raise UsageError(
             "onepolicy's TIS hook: one side's log-probabilities are missing; let the trainer score "
@@ -232,7 +235,7 @@ def _writes_dump(args: Any) -> bool:
 def _dump(settings: Settings, rollout_id: int, data: Mapping[str, Any], batch: Batch) -> None:
     """Write this rank's samples for `onepolicy audit`."""
     assert settings.dump is not None
-    rewards = data.get("rewards")
+    rewards = data.get("local_raw_reward", data.get("rewards"))  # of others: less the group's mean
     rows = []
     for i, mask in enumerate(batch.masks):
         if not len(mask):

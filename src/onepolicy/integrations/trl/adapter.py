@@ -56,7 +56,8 @@ from onepolicy.types import RoutingTrace
 Trace = RoutingTrace | None
 ROUTES = "routed_experts"
 """Key of the routes: in a rollout_func's output as payloads, in TRL's batch as traces."""
-SAMPLED = "sampling_per_token_logps"
+SAMPLED, OWN_SAMPLED = "sampling_per_token_logps", "onepolicy_sampling_logps"
+"""TRL's field of a batch, and ours where TRL has none: its off-policy mask would read the first."""
 IMAGE_FIELDS = (
     "pixel_values",
     "image_grid_thw",
@@ -255,7 +256,7 @@ class TrlAdapter:
                 self._score(made)
             self._generation = None
             if SAMPLED not in made and generation.logp_rollout is not None:
-                made[SAMPLED] = _padded(generation.logp_rollout, made["completion_ids"])
+                made[OWN_SAMPLED] = _padded(generation.logp_rollout, made["completion_ids"])
             self._finish(made, generation, step)
         finally:
             self._generation = self._over = None
@@ -354,7 +355,7 @@ class TrlAdapter:
             metrics["replay/dropped_samples"] = generation.dropped / len(generation.traces)
         if generation.native:
             metrics |= routing_metrics(generation.traces, generation.native)
-        logp_rollout, mask = made.get(SAMPLED), response_mask(made)
+        logp_rollout, mask = sampled(made), response_mask(made)
         if logp_rollout is None:
             self._require_logps()
             self._log.add(metrics)
@@ -417,7 +418,7 @@ class TrlAdapter:
     ) -> None:
         assert self._dump is not None
         assert generation.logp is not None
-        columns = {"logp_rollout": made[SAMPLED], "logp_trainer": generation.logp}
+        columns = {"logp_rollout": sampled(made), "logp_trainer": generation.logp}
         for name, values in (("entropy", generation.entropy), ("logp_native", logp_native)):
             if values is not None:
                 columns[name] = values
@@ -460,7 +461,7 @@ class TrlAdapter:
         metrics: dict[str, float] = {}
         if measure and traces and self._settings.on_mismatch == "drop":
             metrics["replay/dropped_samples"] = (missing(traces) - without) / len(traces)
-        logp_rollout, config = inputs.get(SAMPLED), self._settings.correction
+        logp_rollout, config = sampled(inputs), self._settings.correction
         if logp_rollout is None:
             self._log.add(metrics)
             return found
@@ -483,6 +484,11 @@ class TrlAdapter:
 def missing(traces: Iterable[Trace]) -> int:
     """Return how many samples have no routes."""
     return sum(trace is None for trace in traces)
+
+
+def sampled(batch: Mapping[str, Any]) -> Any:
+    """Return the engine's log-probabilities [B, T], None if there are none."""
+    return batch.get(SAMPLED, batch.get(OWN_SAMPLED))
 
 
 def _padded(logps: list[Any], completion_ids: Tensor) -> Tensor:

@@ -45,6 +45,9 @@ def write_batch(
     """
     real = [i for i, tag in enumerate(tags) if not tag.get("is_padding", False)]
     rows = batch_rows(_padded(data, tags, real), step)
+    for row in rows:  # the batch may hold no sample of the weights that train in this step
+        if "trained_version" in row:
+            row["trained_version"] = max(row["trained_version"], step - 1)
     if routers is not None and {ROUTES, NATIVE_ROUTES} <= set(data.keys()):
         prompts = data["prompts"].offsets().diff().tolist()
         replayed, native = data[ROUTES].unbind(), data[NATIVE_ROUTES].unbind()

@@ -9,7 +9,7 @@ import onepolicy as op
 import onepolicy.integrations.trl as op_trl
 from onepolicy.config import UsageError
 from onepolicy.config.presets import correction_presets
-from onepolicy.integrations.trl.adapter import SAMPLED
+from onepolicy.integrations.trl.adapter import sampled
 from support.trl.tiny import (
     ONE_STEP,
     CopySampler,
@@ -113,7 +113,7 @@ def test_live_presets_by_hand(tmp_path, correction):
     logp, advantages = completion_logp(model, inputs), inputs["advantages"]
     if advantages.dim() == 1:
         advantages = advantages[:, None]
-    rho = torch.where(inputs["completion_mask"].bool(), logp - inputs[SAMPLED], 0.0).exp()
+    rho = torch.where(inputs["completion_mask"].bool(), logp - sampled(inputs), 0.0).exp()
     if correction == "ppo-is":
         loss = -torch.minimum(rho * advantages, rho.clamp(0.8, 1.2) * advantages)
     else:

@@ -8,7 +8,7 @@ from peft import LoraConfig
 
 import onepolicy as op
 import onepolicy.integrations.trl as op_trl
-from onepolicy.integrations.trl.adapter import ROUTES, SAMPLED
+from onepolicy.integrations.trl.adapter import ROUTES, sampled
 from support.trl.tiny import (
     LENGTH,
     ONE_STEP,
@@ -158,7 +158,7 @@ def test_misaligned_generations_are_replayed_with_their_own_old_policy(tmp_path)
         assert [len(trace) + 1 for trace in inputs[ROUTES]] == tokens
     old = seen[0]["old_per_token_logps"]
     kept = seen[0]["completion_mask"].bool()
-    assert (old - seen[0][SAMPLED])[kept].abs().max() < 0.2
+    assert (old - sampled(seen[0]))[kept].abs().max() < 0.2
 
 
 def test_lora_replays_the_policy_and_never_the_reference(tmp_path):
@@ -176,7 +176,7 @@ def test_lora_replays_the_policy_and_never_the_reference(tmp_path):
     kept = inputs["completion_mask"].bool()
     reference = inputs["ref_per_token_logps"]
     torch.testing.assert_close(reference[kept], native[kept], rtol=1e-5, atol=1e-5)
-    assert (reference - inputs[SAMPLED])[kept].abs().max() > 1e-4  # replayed it would be equal
+    assert (reference - sampled(inputs))[kept].abs().max() > 1e-4  # replayed it would be equal
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])

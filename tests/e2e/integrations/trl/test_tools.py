@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 import onepolicy.integrations.trl as op_trl
-from onepolicy.integrations.trl.adapter import ROUTES, SAMPLED
+from onepolicy.integrations.trl.adapter import ROUTES, sampled
 from support.trl.tiny import EOS, make_trainer, train, watched
 
 pytestmark = pytest.mark.trl
@@ -56,6 +56,6 @@ def test_each_path_gets_the_routes_of_its_last_call(trainer):
     for inputs in seen:
         assert not inputs["tool_mask"].bool().all()
         tools = (inputs["tool_mask"] == 0) & inputs["completion_mask"].bool()
-        assert (inputs[SAMPLED][tools] == 0).all()
+        assert (sampled(inputs)[tools] == 0).all()
         lengths = (inputs["prompt_mask"].sum(1) + inputs["completion_mask"].sum(1)).tolist()
         assert [len(trace) + 1 for trace in inputs[ROUTES]] == lengths

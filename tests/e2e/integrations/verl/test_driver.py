@@ -303,3 +303,7 @@ def test_a_step_as_a_dump(tmp_path):
     assert rows[0]["routes_trainer"] == [1] * 6
     assert rows[1]["routes_trainer"] == [-1] * 4
     assert [block.lengths.tolist() for block in read_dump(tmp_path, {})] == [[3, 2]]
+    # verl trains in step 9 what 8 updates made, whether or not a sample of the batch is that young.
+    write_batch(data, tags, ModelRouters((1,), 2, 4, 2), tmp_path, 9)
+    rows = parquet.read_table(tmp_path / "step_00009_0.parquet").to_pylist()
+    assert [(row["version"], row["trained_version"]) for row in rows] == [(7, 8), (6, 8)]
