@@ -151,7 +151,8 @@ compares them.
 `section.key` is `key` in the table `[section]` of the TOML file. Brackets hold the default, then
 other choices or bounds; no number may be negative but returns and bounds of gates, and what has
 no type is text. *unset*: leave it out. `onepolicy config RECIPE` prints what results. Settings that
-contradict each other are an error; one that changes nothing is named on stderr.
+contradict each other are an error; one that changes nothing is named on stderr. Another `kind`,
+`mode`, `preset` or `format` drops what the recipe sets in its section, not what you type.
 """
 COMMANDS: tuple[tuple[str, type[Frozen], type[Frozen] | None, str], ...] = (
     (

@@ -39,10 +39,10 @@ RESULT_IN_FILES = ("train", "compare", "make-policy", "export")
 """Commands whose exit status does not depend on stdout: their results are files."""
 EXIT_CODES = """\
 exit codes:
-  0    done (measure, audit and eval: with any result)
+  0    done (measure, eval and audit, but for --fail-on: with any result)
   1    started, then failed: a run that stopped, bits that differ (--numerics on-policy),
-       a failed engine check or --conformance, a plan that does not fit, output that could not
-       be written
+       a failed engine check or --conformance, a finding that audit --fail-on names, a plan
+       that does not fit, output that could not be written
   2    a mistake in the command, a setting, a path or the data; the message names it and the fix
   75   a server or cluster does not answer yet; the same command may work later
        (train --restarts tries again)

@@ -360,8 +360,7 @@ class CorrectionConfig(Frozen):
     proportional tail (head) or of every token that it may sample (support): the whole vocabulary,
     or what top_p, top_k and min_p kept."""
     head_size: LargeCount | None = None
-    """Likeliest tokens of centering = head. Unset: 16. A vLLM server returns up to 19 by
-    default."""
+    """Likeliest tokens of centering = head. Unset: 16."""
 
     @property
     def bypass(self) -> bool:

@@ -70,7 +70,7 @@ def resolve_as(kind: type[Settings], tree: Tree, overrides: Overrides = ()) -> S
     contradictory.
     """
     typed = {override.partition("=")[0] for override in overrides}
-    for override in presets_first(overrides):
+    for override in variants_first(overrides):
         tree = apply_override(tree, override, typed)
     _check_texts(tree)
     broken = Broken()
@@ -116,18 +116,18 @@ def _texts(node: Any, where: str = "", depth: int = 0) -> Iterator[tuple[str, st
             yield from _texts(child, f"{where}.{number}", depth + 1)
 
 
-def presets_first(overrides: Overrides) -> list[str]:
-    """Return the overrides with each `preset` before the settings of its section.
+def variants_first(overrides: Overrides) -> list[str]:
+    """Return the overrides with each `preset`, `kind` and the like before its section's settings.
 
-    Another preset drops a section's settings: those of the recipe, but not those that were typed.
+    Another one drops a section's settings: those of the recipe, but not those that were typed.
     """
     ordered: list[str] = []
     for override in overrides:
-        path = override.partition("=")[0]
+        path, _, value = override.partition("=")
         section, _, name = path.rpartition(".")
         place = len(ordered)
-        if name == "preset":
-            # a later value of the preset or of the whole section wins over an earlier one
+        if name in VARIANT_KEYS and value != "off":  # what is off has no settings
+            # a later value of the same or of the whole section wins over an earlier one
             for at in range(len(ordered) - 1, -1, -1):
                 earlier = ordered[at].partition("=")[0]
                 if earlier == path or f"{section}.".startswith(f"{earlier}."):

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 from onepolicy.config import RunConfig, UsageError, resolve
+from onepolicy.config.engine import ServerEngineConfig
 from onepolicy.notation import counted
 from onepolicy.plan.dims import format_count
 from onepolicy.plan.planner import Planner, PlanOption, best_option
@@ -122,13 +123,17 @@ def _needs_server(planner: Planner) -> bool:
 
 def _with_server(planner: Planner) -> list[str]:
     """Return the line of a server on other devices, and what makes the recipe fit beside it."""
+    engine = planner.config.rollout.engine
+    given = engine.model_dump(exclude_unset=True, exclude_none=True, exclude={"kind"})
+    kept = [f"rollout.engine.{n}={given[n]}" for n in ServerEngineConfig.model_fields if n in given]
+    server = " ".join([SERVER, *kept])
     first = (
-        f"{SERVER} (its address), a server on other devices: the engine's weights alone take "
+        f"{server} (its address), a server on other devices: the engine's weights alone take "
         f"{planner.weights.total / 1e9:.0f} GB, and the learner's device has "
         f"{planner.room / 1e9:.0f}"
     )
     try:
-        config = resolve(planner.config.model_dump(exclude_unset=True), SERVER.split())
+        config = resolve(planner.config.model_dump(exclude_unset=True), server.split())
     except UsageError as error:  # of a setting that servers lack
         return [first, str(error)]
     made = planner.replanned(config)
@@ -136,7 +141,7 @@ def _with_server(planner: Planner) -> list[str]:
     lines = suggestions(made, chosen) or [_Search(made, chosen.split).to_type()]
     if not lines[0].startswith(("or ", "all weights", TYPE)):
         lines[0] = f"with {lines[0]}"
-    return [first, *(line.replace(TYPE, f"{TYPE}{SERVER} ", 1) for line in lines)]
+    return [first, *(line.replace(TYPE, f"{TYPE}{server} ", 1) for line in lines)]
 
 
 def _host_suggestions(planner: Planner, chosen: PlanOption) -> list[str]:

@@ -130,9 +130,10 @@ def test_shards_of_frozen_weights_are_bfloat16(many_experts, tmp_path):
 
 def test_an_engine_that_no_device_holds_becomes_a_server(many_experts, tmp_path):
     """The first plan goes on with what makes the recipe fit beside the server."""
-    asked = [*SMALL_BATCH, "--constant", "memory=0.04e9"]
+    asked = [*SMALL_BATCH, "rollout.engine.max_len=256", "--constant", "memory=0.04e9"]
     first, *rest = planned(many_experts, tmp_path, *asked, cluster="4xH100")["suggestions"]
     assert first.startswith("rollout.engine.kind=vllm-server rollout.engine.url=")
+    assert "rollout.engine.max_len=256 " in first  # another kind drops what the recipe sets
     assert rest
     assert not any("vllm-server" in line for line in rest)
 

@@ -68,6 +68,15 @@ def test_switching_a_variant_drops_the_old_knobs():
     assert resolve(soft, ["replay.mode=off"]).replay.mode == "off"
 
 
+def test_another_engine_keeps_what_was_typed_beside_it():
+    recipe = {**MINIMAL, "rollout": {"engine": {"kind": "hf", "max_num_seqs": 96}}}
+    engine = resolve(recipe, ["rollout.engine.max_len=512", "rollout.engine.kind=vllm"])
+    assert engine.rollout.engine.max_len == 512
+    assert engine.rollout.engine.max_num_seqs == 64  # the default: the recipe's goes
+    with pytest.raises(UsageError, match=r"rollout\.engine\.kv_cache_gib: unknown"):
+        resolve(recipe, ["rollout.engine.kv_cache_gib=2", "rollout.engine.kind=vllm-server"])
+
+
 def test_a_preset_keeps_what_was_typed_beside_it(subtests):
     """Whatever the order: the last preset, and the settings of its section."""
     recipe = {**MINIMAL, "objective": {"preset": "reinforce++", "num_minibatches": 4}}
