@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable
 from pathlib import Path
 
 from rich.progress import TaskProgressColumn, TimeRemainingColumn
@@ -78,7 +79,15 @@ def _evaluate_with_bar(
             solved_at=getattr(config.task, "threshold", 1.0),
             advance=lambda: bars.advance(task),
         )
-        return asyncio.run(evaluation)
+        return asyncio.run(_confirmed(engine, evaluation))
+
+
+async def _confirmed(
+    engine: RolloutEngine, evaluation: Awaitable[dict[str, float]]
+) -> dict[str, float]:
+    metrics = await evaluation
+    await engine.reset_cache()  # raises if a run has given a server other weights meanwhile
+    return metrics
 
 
 def _print_metrics(config: RunConfig, model: ModelConfig, metrics: dict[str, float]) -> None:
