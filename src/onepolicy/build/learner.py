@@ -24,7 +24,7 @@ from onepolicy.models.load import (
     read_config,
 )
 from onepolicy.models.logits_chunks import install_logits_chunks
-from onepolicy.models.prepare import prepare_for_training
+from onepolicy.models.prepare import prepare_for_training, recurrent_layers
 from onepolicy.replay.layers import is_moe
 from onepolicy.replay.routers import Routers, bind_routers
 from onepolicy.rollout.copies import load_engine_copy
@@ -49,7 +49,7 @@ def build_learner(config: RunConfig, model: ModelConfig) -> LocalLearner:
     if config.train.lora is not None:
         adapter, parts = build_adapter(scorer)
     if not parts:  # else the model without its adapter is the reference
-        reference = build_reference(config, scorer.vocab_size, scorer.device)
+        reference = build_reference(scorer, scorer.device)
     critic = build_critic(model, config, scorer.device)
     parts += build_update_parts(config, reference=reference, critic=critic)
     return LocalLearner(scorer, parts=parts, critic=critic, adapter=adapter)
@@ -124,9 +124,13 @@ def _engine_in_process(config: RunConfig) -> bool:
 
 
 def build_reference(
-    config: RunConfig, vocab_size: int, device: torch.device, sharding: FSDPSharding | None = None
+    scorer: PolicyScorer, device: torch.device, sharding: FSDPSharding | None = None
 ) -> PreTrainedModel | None:
-    """Load the frozen model of objective.kl, if there is one. It routes without replay."""
+    """Load the frozen model of objective.kl, if there is one. It routes without replay.
+
+    It computes the policy's micro-batches, which share no prompts if it is recurrent.
+    """
+    config, vocab_size = scorer.config, scorer.vocab_size
     if not config.objective.kl.coef:
         return None
     model_config = resolve_model(config.model)
@@ -142,6 +146,8 @@ def build_reference(
             f"{vocab_size}; choose a reference with the policy's vocabulary"
         )
     reference = load_training_model(model_config, device, sharding).requires_grad_(False)
+    if recurrent_layers(reference):
+        scorer.batcher.shares_prompts = False
     install_chunks(reference, config)
     if config.numerics == ON_POLICY:
         enable_invariant(reference)  # equal weights then have a KL of exactly 0

@@ -49,7 +49,7 @@ def _build(config: RunConfig, model: ModelConfig, ranks: Ranks) -> RankLearner:
     if config.train.lora is not None:
         adapter, parts = build_adapter(scorer)
     if not parts:
-        reference = build_reference(config, scorer.vocab_size, ranks.device, sharding)
+        reference = build_reference(scorer, ranks.device, sharding)
     critic = build_critic(model, config, ranks.device, sharding)
     parts += build_update_parts(config, reference=reference, critic=critic)
     return RankLearner(scorer, like=like, parts=parts, critic=critic, adapter=adapter)

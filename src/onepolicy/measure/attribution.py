@@ -177,10 +177,7 @@ def attribute(
         last = score(variant_scorer(scorer, model=quantised, autocast="off"))
         steps.append(_level("quantisation", how, batch, last))
     if alone.same.any() and equalised.shift == 0:
-        how = (
-            f"the engine samples one sequence at a time; {alone.share:.0%} of the tokens come out "
-            "the same"
-        )
+        how = _describe_alone(alone, batch)
         steps.append(_level("batch shape", how, batch.replace(logp_rollout=alone.logp), last))
     ablations = _ablations(score, trainer, packed, same, weights.model, batch)
     if alone.same.any():
@@ -264,6 +261,16 @@ def _level(name: str, how: str, batch: TokenBatch, logp: Tensor | None = None) -
     if logp is None:
         logp = logp_of(batch)
     return Level.of(name, how, logp, batch.logp_rollout, batch.trainable, batch.segment)
+
+
+def _describe_alone(alone: Resampled, batch: TokenBatch) -> str:
+    how = "the engine samples one sequence at a time"
+    if int(alone.played.sum()) < batch.num_trainable:
+        count = len(batch.segment[alone.played].unique())
+        how += (
+            f", in {count} of {batch.num_samples} sequences, the only ones that this bar can move"
+        )
+    return f"{how}; {alone.share:.0%} of their tokens come out the same"
 
 
 def _describe_shift(shift: int) -> str:

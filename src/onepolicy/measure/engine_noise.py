@@ -34,7 +34,7 @@ class Resampled:
     logp: Tensor  # [T] float32, of the second where `same`, else of the first
     same: Tensor  # [T] bool, slots with the same token in the same context both times
     played: Tensor  # [T] bool, sampled tokens of the samples that were sampled again
-    share: float  # of `same` among the sampled tokens
+    share: float  # of `same` among `played`
     metrics: dict[str, float]  # repeat/..., over the slots that both samplings have
 
 
@@ -118,7 +118,7 @@ def compare(first: Sequence[Group], second: Sequence[Group], batch: TokenBatch) 
         a_all, b_all = (RoutingTrace.concat(each) for each in traces)
         if (a_all.valid & b_all.valid).any():
             metrics["repeat/routers"] = routing_disagreement(a_all, b_all).routers
-    share = int(same.sum()) / max(1, batch.num_trainable)
+    share = int(same.sum()) / max(1, int(played.sum()))
     return Resampled(batch.logp_rollout, logp, same, played, share, metrics)
 
 

@@ -164,7 +164,8 @@ async def measure_parts(
             if other is not None:
                 source = model.model_copy(update={"path": engine_model})
                 weights = _score_with(first, scorer, source)
-                await parts.engine.load_weights(other.state_dict().items(), parts.engine.version)
+        if other is not None:
+            await parts.engine.load_weights(other.state_dict().items(), parts.engine.version)
     say("the engine once more, one sequence at a time")
     base = chosen
     if other is not None:
@@ -275,8 +276,10 @@ def _progress(say: Say, total: int) -> Callable[[], None]:
 
 
 def _unchanged(first: ScoredRollouts, scorer: PolicyScorer, model: ModelConfig) -> EngineWeights:
-    """Return the engine's weights as they are: syncing them was not tried, or changes little."""
-    how = "the trainer's weights in the engine change little: nothing"
+    """Return the engine's weights as they are: syncing them was not tried, or explains little."""
+    how = (
+        "the trainer's weights in the engine leave more than a quarter of the gap: nothing changed"
+    )
     if first.found.k3 < HARMLESS_KL:
         how = f"not tried: the gap is below {number(HARMLESS_KL)}"
     return EngineWeights(first.explained, how, scorer, model)

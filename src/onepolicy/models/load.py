@@ -6,7 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -155,16 +155,21 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def read_stops(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids that end a response: the tokenizer's eos, and those of generation_config.json.
 
-    Templates of many families end a turn with another token than the tokenizer's eos. Ids of plain
-    text are left out: they are a family's default, made for another vocabulary.
+    A model without that file has those of its config.json, with which transformers writes the file
+    into every checkpoint, and at which vLLM stops. Templates of many families end a turn with
+    another token than the tokenizer's eos. Ids of plain text are left out: they are a family's
+    default, made for another vocabulary.
     """
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    named: Any = None
     whole = model.model_copy(update={"path": _whole_model(model.path)})
     refuse_holes_in(whole)
     with foreign_files("generation_config.json", whole):
-        with suppress(OSError):  # a model need not have one
-            named = GenerationConfig.from_pretrained(whole.path).eos_token_id
+        try:
+            settings = GenerationConfig.from_pretrained(whole.path)
+        except OSError:  # a model need not have one
+            written, _ = PreTrainedConfig.get_config_dict(whole.path)
+            settings = GenerationConfig.from_model_config(written)
+        named: Any = settings.eos_token_id
         if not isinstance(named, list):
             named = [named]
         return tuple(dict.fromkeys([tokenizer.eos_token_id, *filter(special.__contains__, named)]))
@@ -214,7 +219,8 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
             ignore_mismatched_sizes=True,  # an error below, which names the tensor
             **quantisation,
         )
-    loaded, info = opened
+        loaded, info = opened
+        loaded.generation_config = _without_faults(loaded.generation_config)
     if info["mismatched_keys"]:
         name, found, wanted = sorted(info["mismatched_keys"])[0]
         raise UsageError(
@@ -230,6 +236,24 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
         loaded._weight_conversions = None
         cast_model(loaded, dtype)
     return loaded.to(device).eval()
+
+
+def _without_faults(settings: GenerationConfig) -> GenerationConfig:
+    """Return settings that can be saved.
+
+    transformers loads contradicting ones (a temperature without do_sample) and refuses to save
+    them, so no checkpoint could be written. Of those only the ids of tokens are kept.
+    """
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        pad = settings.pad_token_id
+        if pad is not None and pad < 0:
+            pad = None
+        return GenerationConfig(
+            eos_token_id=settings.eos_token_id, bos_token_id=settings.bos_token_id, pad_token_id=pad
+        )
+    return settings
 
 
 def _merged(model: ModelConfig, device: torch.device) -> PreTrainedModel:

@@ -165,7 +165,7 @@ def _causes(config: RunConfig, silent: list[Row]) -> list[str]:
             f"{cut:.0%} of the answers were cut at the length limit (rollout.sampling.max_tokens = "
             f"{sampling.max_tokens}): raise it, or let the prompt ask for shorter answers."
         )
-    malformed = mean(known(silent, "tools/malformed"))
+    malformed = mean(known(silent, "tools/malformed", 0.0))
     if malformed is not None and malformed >= COMMON:
         causes.append(
             f"{number(malformed)} turns per episode named no tool and no answer (tools/malformed)."

@@ -175,6 +175,7 @@ def resume_origin(run: Path) -> RunOrigin:
         raise UsageError(
             f"{run}: was killed before its first checkpoint, and its parent's {folder} is gone"
         )
+    checkpoint.verify(folder)
     return RunOrigin(parent["step"], folder, parent)
 
 

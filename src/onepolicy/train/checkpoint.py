@@ -10,6 +10,7 @@ complete. `state.json` lists every file with its size and SHA-256, so later dama
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -78,12 +79,21 @@ def save(
     temporary.mkdir(parents=True)
     state = {"step": step, "updates": learner.updates, "skipped": learner.skipped, **extra}
     try:
-        tokenizer.save_pretrained(temporary)
+        _save_tokenizer(tokenizer, temporary)
         learner.save(temporary, partial(_finish_checkpoint, temporary, final, state))
     except (OSError, SafetensorError):  # if the disk is full, the half-written files are in the way
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return final
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # Rust writes the file, and raises a bare one if the disk is full
+        raise OSError(errno.EIO, str(error), str(folder)) from error
 
 
 def _finish_checkpoint(temporary: Path, final: Path, state: dict[str, Any]) -> None:

@@ -5,11 +5,12 @@ import os
 import shutil
 
 import pytest
+import torch
 
 from onepolicy.build import components
 from onepolicy.build.measure import build_measure_components, measure_config
 from onepolicy.config import ModelConfig, UsageError
-from onepolicy.models.load import load_tokenizer, read_stops
+from onepolicy.models.load import load_model, load_tokenizer, read_stops
 from onepolicy.run import eval_command
 from support.planted_engine import SETTINGS
 
@@ -51,6 +52,42 @@ def test_without_a_file_and_with_a_damaged_one(model):
         read_stops(made, tokenizer)
     os.remove(f"{made.path}/generation_config.json")
     assert read_stops(made, tokenizer) == (EOS,)
+
+
+def saved_again(made, folder):
+    """Return the model as a checkpoint holds it."""
+    load_model(made, torch.float32, torch.device("cpu")).save_pretrained(folder)
+    return ModelConfig(path=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("stops", "found"),
+    [([EOS, PAD], (EOS, PAD)), (PAD, (EOS, PAD)), (7, (EOS,)), (None, (EOS,))],
+)
+def test_a_checkpoint_of_a_model_without_the_file_has_the_same(model, stops, found, tmp_path):
+    made = model(None)
+    tokenizer = load_tokenizer(made)
+    os.remove(f"{made.path}/generation_config.json")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text()) | {"eos_token_id": stops}
+    path.write_text(json.dumps(config))
+    assert read_stops(made, tokenizer) == found
+    assert read_stops(saved_again(made, tmp_path / "saved"), tokenizer) == found
+    del config["eos_token_id"]  # the family's default is not the model's
+    path.write_text(json.dumps(config))
+    assert read_stops(made, tokenizer) == (EOS,)
+
+
+@pytest.mark.parametrize("odd", [{"temperature": 0.9, "top_p": 0.6}, {"pad_token_id": -1}])
+def test_settings_that_transformers_would_not_save_lose_all_but_their_ids(model, odd, tmp_path):
+    made = model([EOS, PAD])
+    path = tmp_path / "model" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [EOS, PAD], "bos_token_id": 2} | odd))
+    again = saved_again(made, tmp_path / "saved")
+    assert read_stops(again, load_tokenizer(made)) == (EOS, PAD)
+    kept = json.loads((tmp_path / "saved" / path.name).read_text())
+    del kept["transformers_version"]
+    assert kept == {"eos_token_id": [EOS, PAD], "bos_token_id": 2}
 
 
 def test_an_adapter_has_those_of_its_base(model, tmp_path):

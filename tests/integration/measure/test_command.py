@@ -4,18 +4,21 @@ accused."""
 import asyncio
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file
 
 from onepolicy.build.measure import build_measure_components, measure_config
 from onepolicy.cli import main, parse_arguments
 from onepolicy.cli.measure import is_first_look
 from onepolicy.config.input_files import resolve_model
 from onepolicy.config.policy import PolicyConfig
-from onepolicy.measure import attribution
+from onepolicy.measure import attribution, measure
 from onepolicy.measure.attribution import trainer_precision
 from onepolicy.measure.command import measure_and_show
 from onepolicy.measure.measure import _score_with, measure_parts, score_rollouts
@@ -60,6 +63,25 @@ def measured(policy, *overrides, older=0.0, **fault):
 @pytest.fixture(scope="module")
 def clean(policy):
     return measured(policy)
+
+
+def test_the_engine_samples_alone_with_the_weights_that_it_was_given(policy, tmp_path, monkeypatch):
+    """The trainer's weights, tried in it, have not closed the gap."""
+    other = shutil.copytree(policy, tmp_path / "other")
+    weights = load_torch(other / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for tensor in weights.values():
+        if tensor.dim() > 1:
+            tensor += 0.1 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    config = measure_config({}, [f"model.path={policy}", *SETTINGS, *FEW], None)
+    parts, tokenizer = build_measure_components(config)
+    monkeypatch.setattr(measure, "_stale", lambda first, second: None)
+    model = resolve_model(config.model)
+    found = asyncio.run(measure_parts(parts, tokenizer, model, engine_model=str(other)))
+    assert found.scored.found.k3 > HARMLESS_KL
+    assert found.repeats["engine_alone/k3"] < 1e-6
+    assert found.repeats["engine_alone/same"] > 0.9
 
 
 SETTINGS_OF_BOTH_SIDES = ("misaligned tokens", "stale weights", "sampling support", "temperature")

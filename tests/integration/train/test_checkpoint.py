@@ -168,6 +168,17 @@ def test_a_save_that_fails_gives_the_room_back(saved, tmp_path, monkeypatch):
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
+def test_a_disk_that_fills_in_the_tokenizer_is_an_error_of_the_disk(saved, tmp_path, monkeypatch):
+    """Its file is written in Rust, which raises a bare Exception."""
+    tokenizer = make_tokenizer("abc")
+    monkeypatch.setattr(
+        tokenizer, "save_pretrained", lambda folder: tokenizer.backend_tokenizer.save("/dev/full")
+    )
+    with pytest.raises(OSError, match="No space left on device"):
+        checkpoint.save(tmp_path, saved[1], tokenizer, step=1, extra={})
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
 def test_no_run_no_checkpoint(tmp_path):
     with refused("no such run folder"):
         checkpoint.latest_checkpoint(tmp_path / "nowhere")

@@ -4,7 +4,7 @@ model."""
 import pytest
 import torch
 
-from onepolicy.build.learner import build_update_parts, install_chunks
+from onepolicy.build.learner import build_reference, build_update_parts, install_chunks
 from onepolicy.config import resolve
 from onepolicy.models import lora
 from onepolicy.models.prepare import prepare_for_training
@@ -13,9 +13,13 @@ from onepolicy.sync.adapters import add_adapter
 from onepolicy.train.activation_checkpointing import checkpoint_activations
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.lora import Adapter
+from onepolicy.train.pack import pack
 from onepolicy.train.scorer import PolicyScorer
+from onepolicy.train.update_parts import Reference
+from onepolicy.types import Group
 from support.families import TABLE
-from support.learner_steps import BASE, batch_of, one_step
+from support.learner_steps import BASE, batch_of, one_step, random_sample
+from support.learner_steps import learner_of as policy_of
 from support.models import VOCAB
 from support.plain_forward import of_targets
 
@@ -127,3 +131,21 @@ def test_adapters_of_recurrent_layers_learn():
     expected = layer.scaling["default"] * gradient @ factor.T
     grad = found[f"{path}.lora_B.default.weight"]
     assert (grad - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
+def test_a_recurrent_reference_beside_attention_alone(tmp_path):
+    """Its samples begin without a state, so the policy shares no prompts of siblings."""
+    model = hybrid()
+    model.save_pretrained(tmp_path)
+    sample = random_sample(20, 1.0, torch.Generator().manual_seed(0))
+    batch = pack([Group(0, (sample, sample))])
+    settings = ["replay.mode=off", "objective.kl.coef=0.1", f"objective.kl.reference={tmp_path}"]
+    scorer = policy_of(*settings).scorer
+    assert scorer.batcher.micro_batch(batch, [0, 1]).shared is not None
+    reference = Reference(build_reference(scorer, CPU))
+    logp = reference.fill_fields(batch, scorer).logp_ref
+    stock = model(input_ids=sample.tokens[None, :-1].long(), use_cache=False).logits[0]
+    one = of_targets(stock.log_softmax(-1), batch, slice(0, 19))
+    expected = torch.cat([one, one])
+    mask = batch.trainable
+    torch.testing.assert_close(logp[mask], expected[mask].detach(), rtol=0, atol=1e-4)

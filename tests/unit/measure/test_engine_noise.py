@@ -2,9 +2,12 @@
 
 import torch
 
+from onepolicy.measure.attribution import _describe_alone
 from onepolicy.measure.engine_noise import compare
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample
+
+SAME = "100% of their tokens come out the same"
 
 
 def sample(episode: int, *tokens: int, nats: float = -1.0) -> Sample:
@@ -31,10 +34,21 @@ def test_episodes_that_are_dropped_or_forked_are_not_taken_for_others():
     assert found.played.tolist() == [True, True, True, True, False, False, True, False]
     assert torch.equal(found.same, found.played)
     assert found.logp.tolist() == [-1, -1, -1, -1, -1, -1, -0.5, -1]
-    assert found.share == 5 / 8
+    assert found.share == 1  # of the samples that were sampled again
 
 
 def test_another_token_was_played_and_is_not_the_same():
     first, second = ([Group(7, (sample(0, 3, 4, *end),))] for end in ((5, 6), (8, 6)))
     found = compare(first, second, pack(first))
     assert (found.same.tolist(), found.played.tolist()) == ([True, False, False], [True] * 3)
+    assert found.share == 1 / 3
+
+
+def test_a_bar_of_some_sequences_names_how_many():
+    """Problem 8 was not sampled again."""
+    first = [Group(p, (sample(0, 3, 4, 5), sample(1, 3, 6))) for p in (7, 8)]
+    batch = pack(first)
+    how = "the engine samples one sequence at a time"
+    some = _describe_alone(compare(first, first[:1], batch), batch)
+    assert some == f"{how}, in 2 of 4 sequences, the only ones that this bar can move; {SAME}"
+    assert _describe_alone(compare(first, first, batch), batch) == f"{how}; {SAME}"

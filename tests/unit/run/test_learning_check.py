@@ -88,6 +88,12 @@ def test_runs_that_learn_are_left_alone(tmp_path, subtests):
                 assert watched(tmp_path, rows) == []
 
 
+def test_steps_without_malformed_turns_count_as_such(tmp_path):
+    rows = rows_of(8)
+    rows[0]["tools/malformed"] = 2.5
+    assert "tools/malformed" not in " ".join(judged(tmp_path, rows)["why"])
+
+
 def test_nearly_all_steps_silent_is_little(tmp_path):
     rows = rows_of(2, silent=0.0, high=1.0, norm=0.1)
     rows += rows_of(40, low=1.0, high=1.0, norm=0.1)[2:]

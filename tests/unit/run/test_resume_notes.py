@@ -1,13 +1,14 @@
 """A resume says where it goes on, and from what it began."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from onepolicy.config import resolve
+from onepolicy.config import UsageError, resolve
 from onepolicy.run.loop import clean_folder
-from onepolicy.run.resume import _note_changed_problems, _note_resume
+from onepolicy.run.resume import _note_changed_problems, _note_resume, resume_origin
 from onepolicy.run.run_folder import FROM_SCRATCH, RunOrigin, create_run_folder, read_about
 
 PARENT = {"run": "runs/other", "step": 4}
@@ -22,6 +23,15 @@ def test_a_run_without_a_checkpoint_starts_again(origin, start, tmp_path):
     notes = []
     _note_resume(tmp_path, origin, "{}", SimpleNamespace(note=notes.append))
     assert notes == [f"resuming {tmp_path}: it has no checkpoint, so it starts again at {start}"]
+
+
+def test_a_fork_without_a_checkpoint_does_not_start_from_a_damaged_parent(tmp_path):
+    parent = tmp_path / "parent"
+    (parent / "checkpoints" / "step_00004").mkdir(parents=True)
+    about = {"parent": {"run": str(parent), "step": 4}, "id": "0123abcd"}
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    with pytest.raises(UsageError, match=r"step_00004: half written \(no state.json\)"):
+        resume_origin(tmp_path)
 
 
 def jsonl(folder):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 
 from onepolicy.models.load import layer_prefix
 from onepolicy.train.sharded.shards import (
@@ -50,6 +51,8 @@ def export_model(folder: Path, like: PreTrainedModel) -> None:
         weight_map |= dict.fromkeys(saved, file)
     index = json.dumps({"metadata": {}, "weight_map": weight_map})
     (folder / INDEX).write_text(index, encoding="utf-8")
+    if like.is_remote_code():
+        custom_object_save(like, folder, config=like.config)  # type: ignore[arg-type]
     like.config.save_pretrained(folder)
     if like.generation_config is not None:
         like.generation_config.save_pretrained(folder)

@@ -15,13 +15,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig, dynamic_module_utils
 
 from onepolicy import __version__
-from onepolicy.config import TrainingError, UsageError, resolve
+from onepolicy.config import ModelConfig, TrainingError, UsageError, resolve
 from onepolicy.launch import ranks as launch_ranks
 from onepolicy.launch.launcher import apply_torchrun_ranks
 from onepolicy.launch.ranks import LaunchedRanks, RankInfo, _await_ranks, launched_ranks
+from onepolicy.models.empty import empty_model
 from onepolicy.run import train_command
+from onepolicy.train.sharded import export
 from onepolicy.train.sharded import ranks as ranks_module
 from onepolicy.train.sharded.divide import Sizes, assign_micro_batches, idle_batch
 from onepolicy.train.sharded.rank import RankScorer
@@ -405,3 +408,29 @@ def test_a_rank_of_another_release_says_so():
     words = r"rank 1 \(process \d+ on .*\): .* is installed here, but rank 0 runs 0.0.0; install"
     with pytest.raises(UsageError, match=words):
         launch_ranks.run_rank(RankInfo(1, 2, 1), store)
+
+
+MODELING = """
+from transformers import LlamaForCausalLM
+
+class OwnForCausalLM(LlamaForCausalLM):
+    pass
+"""
+
+
+def test_an_exported_model_has_the_code_of_its_own_class(tmp_path, monkeypatch):
+    cache, source, out = (tmp_path / name for name in ("cache", "source", "out"))
+    for folder in (cache, source, out):
+        folder.mkdir()
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(cache))
+    monkeypatch.syspath_prepend(cache)
+    (source / "modeling_own.py").write_text(MODELING)
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_attention_heads=1)
+    config.num_hidden_layers = 1
+    config.auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    config.save_pretrained(source)
+    like = empty_model(ModelConfig(path=str(source), trust_remote_code=True))
+    monkeypatch.setattr(export, "tensor_sizes", lambda folder: {})
+    export.export_model(out, like)
+    again = empty_model(ModelConfig(path=str(out), trust_remote_code=True))
+    assert type(again).__name__ == "OwnForCausalLM"
