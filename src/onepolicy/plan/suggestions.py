@@ -124,8 +124,12 @@ def _needs_server(planner: Planner) -> bool:
 def _with_server(planner: Planner) -> list[str]:
     """Return the line of a server on other devices, and what makes the recipe fit beside it."""
     engine = planner.config.rollout.engine
-    given = engine.model_dump(exclude_unset=True, exclude_none=True, exclude={"kind"})
-    kept = [f"rollout.engine.{n}={given[n]}" for n in ServerEngineConfig.model_fields if n in given]
+    given = engine.model_dump(exclude_unset=True, exclude={"kind"})
+    kept = [
+        f"rollout.engine.{name}={given[name]}"
+        for name, field in ServerEngineConfig.model_fields.items()
+        if given.get(name) not in (None, field.default)
+    ]
     server = " ".join([SERVER, *kept])
     first = (
         f"{server} (its address), a server on other devices: the engine's weights alone take "
