@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FAST, SLOW = 10**4, 3 * 10**4  # inputs for each target; benchmarks/fuzz.py tries others
+HEAVY = 6_000  # of a target that takes 50 ms an input
 DEEP = "200 lists, one in the other"
 JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, -3, 7, 99, 2**31, 2**63, 2 * 10**8, 10**12, -(10**12)),

@@ -78,7 +78,7 @@ def prepare_for_training(
     config = model.config.get_text_config()
     _install_recurrent(model)
     with torch.no_grad():
-        alone = torch.cat([_logits(model, ids[None]) for ids in _samples(model, device)])
+        alone = _logits_alone(model, device)
         _check_logits(model, alone)
         model.set_attn_implementation(packed_attention.NAME)
         if getattr(model, "set_experts_implementation", None) is not None:
@@ -142,6 +142,19 @@ def _samples(model: PreTrainedModel, device: torch.device) -> list[Tensor]:
 
 def _logits(model: PreTrainedModel, ids: Tensor, **arguments: object) -> Tensor:
     return model(input_ids=ids, use_cache=False, **arguments).logits[0].float()
+
+
+def _logits_alone(model: PreTrainedModel, device: torch.device) -> Tensor:
+    """Return the logits of the samples, one at a time. Raises UsageError if sizes do not fit."""
+    try:
+        return torch.cat([_logits(model, ids[None]) for ids in _samples(model, device)])
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise UsageError(
+            f"model.path: {type(model).__name__} cannot compute with the sizes in its config.json "
+            f"({error}); restore that file"
+        ) from error
 
 
 def _packed_logits(model: PreTrainedModel, samples: list[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 from onepolicy.bounded import refuse_holes
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import Row, Sample, check_metrics, check_shape, parse_json
+from onepolicy.files import leads_into
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 FIX = "remove the line or restore the file"
@@ -25,6 +26,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             raise UsageError(
                 f"{path}: no such file; give the folder of a run that has taken at least one step"
             )
+        if path.is_symlink() and not leads_into(path.parent, path):
+            raise UsageError(f"{path}: a link out of its folder; put the file itself there")
         refuse_holes(path, FIX)
         data = path.read_bytes()
     except OSError as error:

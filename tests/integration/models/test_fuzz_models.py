@@ -14,7 +14,7 @@ from onepolicy.config import ModelConfig, UsageError
 from onepolicy.models.load import context_length, load_model, load_tokenizer, read_config
 from onepolicy.models.prepare import prepare_for_training
 from support.fake_vllm import make_checkpoints
-from support.fuzz import JUNK, SLOW, survives
+from support.fuzz import HEAVY, JUNK, survives
 from support.processes import ends_in_fork
 from support.scripted_engine import make_tokenizer
 
@@ -125,7 +125,7 @@ def in_weights(damage, data):
     return struct.pack("<Q", len(header)) + header + data[8 + size :]
 
 
-INPUTS = [pytest.param(200, id="fast"), pytest.param(SLOW, id="slow", marks=pytest.mark.slow)]
+INPUTS = [pytest.param(200, id="fast"), pytest.param(HEAVY, id="slow", marks=pytest.mark.slow)]
 
 
 @pytest.mark.full

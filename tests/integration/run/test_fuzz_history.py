@@ -20,7 +20,7 @@ from onepolicy.run import resume
 from onepolicy.run.log import RunLog, read_metrics, truncate_after
 from onepolicy.run.log_digest import digest_log, find_damage
 from onepolicy.train import checkpoint
-from support.fuzz import JUNK, SLOW, survives
+from support.fuzz import HEAVY, JUNK, survives
 from support.odd_dumps import MARKUP, ODD_NAMES, TERMINAL
 from support.report_run import make_fixture_run
 
@@ -180,7 +180,7 @@ def remove(path):
 INPUTS = [
     pytest.param(100, id="few"),
     pytest.param(2000, id="fast", marks=pytest.mark.full),
-    pytest.param(SLOW, id="slow", marks=pytest.mark.slow),
+    pytest.param(HEAVY, id="slow", marks=pytest.mark.slow),
 ]
 
 

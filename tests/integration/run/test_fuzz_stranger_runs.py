@@ -12,7 +12,7 @@ import pytest
 from onepolicy.cli import main
 from onepolicy.config import UsageError
 from onepolicy.report.run_page import write_report
-from support.fuzz import SLOW, survives
+from support.fuzz import HEAVY, survives
 from support.small_recipe import write_recipe
 from support.stranger_runs import apply, changes, remove, restore
 
@@ -98,7 +98,7 @@ def check_text(text):
     "inputs",
     [
         pytest.param(300, id="fast"),
-        pytest.param(SLOW, id="slow", marks=pytest.mark.slow),
+        pytest.param(HEAVY, id="slow", marks=pytest.mark.slow),
     ],
 )
 def test_runs(place, inputs, capsys, tmp_path):

@@ -121,6 +121,15 @@ def test_damaged_weights_are_no_fault_of_the_family(value):
         prepare.prepare_for_training(model, torch.device("cpu"))
 
 
+def test_sizes_that_do_not_fit_are_named():
+    """As a config.json of another family leaves them."""
+    model = make("qwen3_dense")
+    norm = model.model.layers[0].self_attn.q_norm
+    norm.weight = torch.nn.Parameter(torch.ones(2 * len(norm.weight)))
+    with pytest.raises(UsageError, match=r"cannot compute with the sizes in its config\.json"):
+        prepare.prepare_for_training(model, torch.device("cpu"))
+
+
 def sound():
     """Return a learner and a batch in which the engine agrees with it on every token."""
     learner = learner_of("replay.mode=off")

@@ -49,6 +49,17 @@ def refused(folder: Path, words: str) -> None:
         write_report(folder)
 
 
+def test_a_link_to_a_file_elsewhere_is_not_shown(copy, tmp_path):
+    for name in ("samples.jsonl", "metrics.jsonl"):
+        (copy / name).rename(tmp_path / name)
+        (copy / name).symlink_to(tmp_path / name)
+        refused(copy, rf"{name}: a link out of its folder")
+        (copy / name).unlink()
+        (tmp_path / name).rename(copy / "kept")
+        (copy / name).symlink_to("kept")  # inside the folder it is the run's own
+        write_report(copy)
+
+
 DAMAGES = {"missing": None, "corrupt": "{]\n{}\n", "wrong type": "[1]\n[2]\n", "empty": ""}
 
 
