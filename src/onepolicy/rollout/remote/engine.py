@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from onepolicy.rollout.remote.start_up import check_processed_logprobs
 from onepolicy.rollout.resume import join_partial_completions
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.canary import Canary, canary_logp, inexact_dtype
+from onepolicy.sync.group import run_in_daemon_thread
 from onepolicy.types import Completion, FinishReason, Sampling
 
 DIALECTS: dict[str, type[Dialect]] = {"vllm-server": VLLMDialect, "sglang": SGLangDialect}
@@ -268,7 +269,8 @@ class RemoteEngine:
             self._adapters.forget()
         dialect, tensors = self.dialect, self._names.stream_to_checkpoint(weights)
         if dialect.config.sync == "disk":
-            written = await asyncio.to_thread(dialect.write_files, tensors, version)
+            # a thread of its own: a fleet's servers read one stream and wait for the slowest
+            written = await run_in_daemon_thread(partial(dialect.write_files, tensors, version))
             async with self._update(version):
                 await dialect.load_files(*written, version)
         else:

@@ -5,6 +5,7 @@ import contextlib
 import math
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -93,6 +94,21 @@ def test_all_servers_sample_and_all_get_the_weights(fakes, checkpoints, sync, tm
     metrics = fleet.take_metrics()
     assert (metrics["rollout/servers"], metrics["rollout/requests_repeated"]) == (2, 0)
     asyncio.run(fleet.confirm_weights())
+
+
+def test_servers_that_read_files_are_not_limited_by_the_loops_threads(
+    fakes, checkpoints, tmp_path, monkeypatch
+):
+    """One that had to wait for a thread would take no weights, and the others would leave it."""
+    fleet = fleet_of(fakes, checkpoints, sync="disk", sync_dir=str(tmp_path), timeout_s=8)
+    monkeypatch.setattr(servers, "TENSORS_AHEAD", 1)
+
+    async def update():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        await fleet.load_weights(iter(checkpoints[1][1].state_dict().items()), 1)
+
+    asyncio.run(update())
+    assert fleet.take_metrics()["rollout/servers"] == 2
 
 
 def test_requests_of_a_lost_server_are_repeated_on_the_others(fakes, checkpoints, caplog):
