@@ -139,6 +139,11 @@ def num_files(folder: Path) -> int:
     return max(1, len(list(folder.glob("*.safetensors"))))
 
 
+def is_indexed(folder: str) -> bool:
+    """Return whether `read_weights` can read a folder: a run's checkpoints have an index too."""
+    return (Path(folder) / INDEX).is_file()
+
+
 def read_weights(folder: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a folder that `WeightFiles` wrote, one at a time.
 
