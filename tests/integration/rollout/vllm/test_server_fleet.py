@@ -121,7 +121,7 @@ def test_servers_that_read_files_are_not_limited_by_the_loops_threads(
 ):
     """One that had to wait for a thread would take no weights, and the others would leave it."""
     fleet = fleet_of(fakes, checkpoints, sync="disk", sync_dir=str(tmp_path), timeout_s=8)
-    monkeypatch.setattr(servers, "TENSORS_AHEAD", 1)
+    monkeypatch.setattr(servers, "BYTES_AHEAD", 1)
 
     async def update():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
