@@ -128,7 +128,7 @@ class ServerEngineConfig(Frozen):
     """Most tokens of a sequence. Unset: the model's context length, less what a server reserves."""
     timeout_s: PositiveFloat = 600.0
     """Seconds for an attempt of a request, or a bucket or file of weights. While tokens are
-    sampled: of silence, after which `/health` must answer. All attempts take at most this much
+    sampled: of silence, after which the server must answer. All attempts take at most this much
     longer than one."""
     retries: int = Field(5, ge=0, le=LARGEST_INT)
     """Attempts after the first without a usable reply, 0.25 to 8 s apart. 0: none."""

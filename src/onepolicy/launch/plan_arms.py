@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onepolicy.config import RunConfig, UsageError, load
-from onepolicy.config.engine import HFEngineConfig
+from onepolicy.config.engine import HFEngineConfig, ServerEngineConfig
 from onepolicy.config.input_files import check_input_files
 from onepolicy.config.output_paths import CONFIG, check_new_run_folder
 from onepolicy.config.stored_config import read_stored_config, settings_to_repeat
@@ -181,10 +181,13 @@ def plan_jobs(configs: Sequence[RunConfig], given: int | None) -> int:
 
 
 def _server(config: RunConfig) -> str | None:
-    """Return the address of the server that a run samples from, None if it starts its own."""
-    if config.cluster.kind == "ray":
+    """Return the addresses of the servers that a run samples from, None if it starts its own."""
+    engine = config.rollout.engine
+    if config.cluster.kind == "ray" or not isinstance(engine, ServerEngineConfig):
         return None
-    return getattr(config.rollout.engine, "url", None)
+    if isinstance(engine.url, str):
+        return engine.url
+    return ", ".join(engine.url)
 
 
 def _cores_of(config: RunConfig) -> int:

@@ -8,6 +8,7 @@ check without the fix in rollout/vllm/weights.py: after any reload its experts a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator, Iterable
 from functools import cached_property
 from inspect import GEN_RUNNING, getgeneratorstate
@@ -131,8 +132,11 @@ async def checked_push(learner: WeightSource, engine: RolloutEngine, *, vocab: i
 
     Raises TrainingError if a log-probability changes.
     """
-    canary = await Canary.ask(engine, vocab)
+    # each engine of a fleet by itself, which would send every prompt to one of them
+    engines = getattr(engine, "engines", [engine])
+    canaries = await asyncio.gather(*(Canary.ask(each, vocab) for each in engines))
     await push_weights(learner, engine)
-    done = f"weight sync: giving {engine_name(engine)} the weights it already holds"
-    await canary.require_same(done, "sync", TrainingError)
+    for canary in canaries:
+        done = f"weight sync: giving {engine_name(canary.engine)} the weights it already holds"
+        await canary.require_same(done, "sync", TrainingError)
     await engine.reset_cache()

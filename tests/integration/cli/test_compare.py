@@ -221,6 +221,10 @@ REFUSED = [
     ("correction.preset=tis", "has no effect, because every arm sets this itself"),
     ("--jobs 0", "--jobs: 0"),
     ("rollout.engine.kind=vllm-server --jobs 2", "holds the weights of one run"),
+    (
+        'rollout.engine.kind=vllm-server rollout.engine.url=["http://a:1","http://b:2"] --jobs 2',
+        "sample from http://a:1, http://b:2, which holds",
+    ),
 ]
 
 

@@ -50,7 +50,6 @@ answers it, also while it is paused.
 vLLM answers `/health` while its engine hangs. SGLang samples a token for it, which a pause holds
 up.
 """
-MAX_HEALTH_BYTES = 4096  # of an answer to /health, which is empty or a word
 SHOWN_CHARS = 300  # characters of a body in an error
 HIDDEN_TOKEN = "(the token)"
 COUNTED = ("requests", "requests_retried", "requests_dropped")
@@ -60,7 +59,7 @@ SLOWEST_TOKEN_S = 0.2
 """Seconds a token. An engine that lives but samples slower than this has stopped.
 
 30 ms a token is slow for a loaded engine, and this is six times as much. An engine that is stuck
-behind a healthy `/health` is held for it: 1.8 hours for an answer of 32k tokens.
+in a server that answers is held for it: 1.8 hours for an answer of 32k tokens.
 """
 
 
@@ -221,7 +220,7 @@ class EngineClient:
         """Send `body` as JSON and return parse(reply).
 
         timeout_s: of one attempt; None is the client's. max_bytes: of the reply. tokens: that are
-        sampled before the reply. An attempt then goes on while the server answers `/health`, up to
+        sampled before the reply. An attempt then goes on while `answer_path` is answered, up to
         SLOWEST_TOKEN_S per token. All attempts together end `timeout_s` later. confirm: awaited
         after a reply that took several attempts, because the server may have been replaced.
         """
@@ -356,13 +355,13 @@ class EngineClient:
         """End the time limit once the server gives no sign of life. Until then `alive` is set."""
         import httpx2
 
-        health = _Call("GET", "/health", call.timeout_s, MAX_HEALTH_BYTES)
+        asked = _Call("GET", self._answer_path, call.timeout_s)
         while True:
             await asyncio.sleep(call.timeout_s)
             alive.clear()
             with suppress(TimeoutError, httpx2.RequestError, MalformedReply):
                 async with asyncio.timeout(call.timeout_s):
-                    response, _ = await self._exchange(client, health)
+                    response, _ = await self._exchange(client, asked)
                 if response.status_code == 200:
                     alive.set()
             if not alive.is_set():
@@ -441,7 +440,7 @@ class EngineClient:
 def _describe_wait(call: _Call, left: float, alive: bool) -> str:
     """Return the limit that ended an attempt.
 
-    left: seconds that all attempts together still had. alive: the server answered `/health`.
+    left: seconds that all attempts together still had. alive: the server answered meanwhile.
     """
     if not alive and left >= call.timeout_s:
         return f"no answer within {call.timeout_s:g} s (rollout.engine.timeout_s)"
@@ -452,7 +451,7 @@ def _describe_wait(call: _Call, left: float, alive: bool) -> str:
     if left < call.longest_s:
         limit = f"{round(left, 2):g} s, the rest of {call.total_s:g} s for all attempts"
     if alive:
-        limit += ", though it answers /health"
+        limit += ", though it answers"
     return f"no answer within {limit}"
 
 

@@ -223,7 +223,8 @@ class Dialect(ABC):
         """Drop every cached prefix. No request may be running."""
 
     @abstractmethod
-    async def broadcast(self, tensors: NamedWeights, version: int) -> None: ...
+    async def broadcast(self, tensors: NamedWeights, version: int, *, backend: str) -> None:
+        """Broadcast the tensors. backend: gloo, from wherever they are, or nccl, from a GPU."""
 
     def write_files(self, tensors: NamedWeights, version: int) -> tuple[Path, ChecksumTable]:
         """Write the tensors to files. Return their folder, and checksums if the server checks."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,11 @@ from onepolicy.rollout.remote.start_up import check_processed_logprobs
 from onepolicy.rollout.resume import join_partial_completions
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync.canary import Canary, canary_logp, inexact_dtype
+from onepolicy.sync.group import run_in_daemon_thread
+from onepolicy.sync.weight_files import is_indexed, read_weights
 from onepolicy.types import Completion, FinishReason, Sampling
 
+LOG = logging.getLogger(__name__)
 DIALECTS: dict[str, type[Dialect]] = {"vllm-server": VLLMDialect, "sglang": SGLangDialect}
 """The dialect of each rollout.engine.kind."""
 HALF_LOADED = "the last load_weights failed half-way; load a complete set of weights first"
@@ -268,12 +272,13 @@ class RemoteEngine:
             self._adapters.forget()
         dialect, tensors = self.dialect, self._names.stream_to_checkpoint(weights)
         if dialect.config.sync == "disk":
-            written = await asyncio.to_thread(dialect.write_files, tensors, version)
+            # a thread of its own: a fleet's servers read one stream and wait for the slowest
+            written = await run_in_daemon_thread(partial(dialect.write_files, tensors, version))
             async with self._update(version):
                 await dialect.load_files(*written, version)
         else:
             async with self._update(version):
-                await dialect.broadcast(tensors, version)
+                await dialect.broadcast(tensors, version, backend=dialect.config.sync)
         if self._adapters is not None:
             self._adapters.lack_base = False
 
@@ -359,15 +364,28 @@ class RemoteEngine:
         """Load the checkpoint at `path` (folder or hub id).
 
         First the server reloads the weights it was started with. Raises UsageError if their
-        log-probabilities are then not those from before any reload.
+        log-probabilities are then not those from before any reload. A server that cannot load a
+        checkpoint of a run, as on another machine, is sent its tensors.
         """
         if self.has_initial_checkpoint(path):
             await self._initial_canary()
             return
         await self.check_reload()
-        if os.path.exists(path):
-            path = os.path.realpath(path)
-        await self.load_checkpoint(path, 0)
+        if not os.path.exists(path):  # a hub id, or a path of the server's machine
+            await self.load_checkpoint(path, 0)
+            return
+        path = os.path.realpath(path)
+        try:
+            await self.load_checkpoint(path, 0)
+        except (UsageError, TrainingError) as error:
+            if self.dialect.config.sync == "disk" or not is_indexed(path):
+                raise type(error)(
+                    f"{error}. It was to load {path}: if it cannot read that, put the folder where "
+                    "both machines see it, or start it with this model"
+                ) from error
+            LOG.warning("%s could not load %s; it is sent the weights", self.name, path)
+            async with self._update(0):
+                await self.dialect.broadcast(read_weights(path), 0, backend="gloo")
 
     def has_initial_checkpoint(self, path: str) -> bool:
         """Return whether the server still has its start-up weights, and they come from `path`."""

@@ -73,6 +73,11 @@ class Fleet(Generic[E]):
     def _members(self) -> list[Member[E]]:
         return [member for member in self._all if not member.is_lost]
 
+    @property
+    def engines(self) -> list[E]:
+        """The engines that are not lost."""
+        return [member.engine for member in self._members]
+
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
     ) -> Completion:

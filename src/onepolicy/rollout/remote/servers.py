@@ -21,7 +21,7 @@ from onepolicy.types import Completion, Sampling
 
 LOG = logging.getLogger(__name__)
 SLACK = 0.25  # of Placement
-TENSORS_AHEAD = 64  # of the slowest server, that a faster one may be sent
+BYTES_AHEAD = 2**28  # of the slowest server, that a faster one may be sent, and one tensor more
 IDLE_S = 3.0
 """Seconds without a completion after which a server is asked for its weights before a request. No
 server restarts faster, and a restart while it has requests is noticed by these."""
@@ -140,7 +140,9 @@ class ServerFleet(Fleet[RemoteEngine]):
         # Half of what a server's processes wait for the next tensors: so one that hangs amid the
         # update is lost before they give up the others'.
         limit = min((each.engine.dialect.config.timeout_s for each in members), default=0.0) / 2
-        stream = SharedStream(weights, len(members), ahead=TENSORS_AHEAD, limit=limit)
+        stream = SharedStream(
+            weights, len(members), ahead=BYTES_AHEAD, size=lambda item: item[1].nbytes, limit=limit
+        )
 
         async def load(number: int, engine: RemoteEngine) -> None:
             try:

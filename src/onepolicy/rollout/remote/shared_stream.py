@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -17,13 +17,21 @@ class SharedStream(Generic[T]):
     """A stream whose items are made once, and given to every reader in their order.
 
     The learner gathers a tensor of all ranks when the first reader asks for it. A reader that is
-    ahead of the slowest one by `ahead` items waits for it, at most `limit` seconds: then the stream
-    goes on without that one. A reader that stops early must be closed, so that no other waits for
-    it.
+    ahead of the slowest one by items of `ahead` in all, by their `size`, waits for it, at most
+    `limit` seconds: then the stream goes on without that one. A reader that stops early must be
+    closed, so that no other waits for it.
     """
 
-    def __init__(self, source: Iterable[T], readers: int, *, ahead: int, limit: float) -> None:
-        self._source = iter(source)
+    def __init__(
+        self,
+        source: Iterable[T],
+        readers: int,
+        *,
+        ahead: int,
+        size: Callable[[T], int],
+        limit: float,
+    ) -> None:
+        self._source, self._size = iter(source), size
         self._ahead, self._limit = ahead, limit
         self._items: deque[T] = deque()  # from the slowest reader's next item on
         self._first = 0  # number of the first of them
@@ -70,7 +78,7 @@ class SharedStream(Generic[T]):
                     return None
                 if self._making:
                     self._changed.wait()
-                elif len(self._items) < self._ahead:
+                elif self._has_room():
                     self._make()
                 elif not self._changed.wait_for(partial(self._goes_on, number), self._limit):
                     self._leave_slowest()
@@ -84,7 +92,11 @@ class SharedStream(Generic[T]):
 
     def _goes_on(self, number: int) -> bool:
         """Return whether this item is there, or the slowest reader has made room for it."""
-        return self._has(number) or len(self._items) < self._ahead
+        return self._has(number) or self._has_room()
+
+    def _has_room(self) -> bool:
+        """Return whether another item may be made. One may be larger than all of the room."""
+        return sum(map(self._size, self._items)) < self._ahead
 
     def _leave_slowest(self) -> None:
         """Go on without the readers that have not taken the first item."""

@@ -2,6 +2,7 @@
 there."""
 
 import asyncio
+import shutil
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from safetensors.torch import load_file
 from onepolicy.config import UsageError
 from onepolicy.replay.checks import check_completion
 from onepolicy.rollout.remote.dialects import sglang_weights
+from onepolicy.train.checkpoint import write_index
 from onepolicy.types import Sampling
 from support.fake_sglang import VOCAB, FakeSGLang
+from support.http_server import Reply
 from support.sglang_engines import (
     PROMPT,
     RULES,
@@ -222,6 +225,18 @@ def test_a_run_starts_from_its_own_checkpoint_on_a_used_server(fake, models):
     fake.wrong = 0.01  # what it makes of every tensor it loads
     with pytest.raises(UsageError, match="its weights are wrong after a reload"):
         asyncio.run(open_engine(fake).attach(models[1][1]))
+
+
+def test_a_server_that_does_not_see_a_runs_checkpoint_is_sent_it(fake, models, tmp_path):
+    folder = shutil.copytree(models[1][1], tmp_path / "checkpoint")
+    write_index(folder)
+    load = fake.http.handlers["POST /update_weights_from_disk"]
+    refusal = Reply({"success": False, "message": "no such folder"}, 400)
+    fake.http.handlers["POST /update_weights_from_disk"] = lambda request: (
+        refusal if request.body["model_path"] == str(folder) else load(request)
+    )
+    asyncio.run(open_engine(fake, connect=False).start(str(folder)))
+    assert torch.equal(fake.weights["lm_head.weight"], models[1][0].lm_head.weight)
 
 
 def test_requests_wait_for_a_slot(fake):

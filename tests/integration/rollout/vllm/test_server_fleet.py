@@ -5,18 +5,22 @@ import contextlib
 import math
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from onepolicy.config import UsageError, VLLMServerConfig
+from onepolicy.config import TrainingError, UsageError, VLLMServerConfig
 from onepolicy.rollout.remote import servers
 from onepolicy.rollout.remote.addresses import server_urls
 from onepolicy.rollout.remote.client import EngineLost, OtherWeights
 from onepolicy.rollout.remote.servers import ServerFleet
+from onepolicy.sync.push import checked_push
 from onepolicy.types import Sampling
+from support.fake_learner import FakeLearner
 from support.fake_vllm import (
     GENERATE,
     HF,
+    VOCAB,
     FakeVLLM,
     aborted_at_once,
     embedding,
@@ -93,6 +97,38 @@ def test_all_servers_sample_and_all_get_the_weights(fakes, checkpoints, sync, tm
     metrics = fleet.take_metrics()
     assert (metrics["rollout/servers"], metrics["rollout/requests_repeated"]) == (2, 0)
     asyncio.run(fleet.confirm_weights())
+
+
+def test_every_server_is_asked_whether_the_first_push_leaves_it_its_weights(
+    fakes, checkpoints, monkeypatch
+):
+    """All prompts of the canary hash to one server, and another's weights are wrong."""
+    fleet = fleet_of(fakes, checkpoints)
+    monkeypatch.setattr(fleet._placement, "choose", lambda prompt, first, loads: min(loads))
+    learner = FakeLearner(checkpoints[0][1], version=0)
+    asyncio.run(checked_push(learner, fleet, vocab=VOCAB))
+    for fake in fakes:
+        take = fake._take
+        fake._take = lambda weights, take=take: take((name, w * 1.5) for name, w in weights)
+        with pytest.raises(TrainingError, match=f"giving .*{fake.server.url} the weights it alrea"):
+            asyncio.run(checked_push(learner, fleet, vocab=VOCAB))
+        fake._take = take
+        load(fleet, checkpoints[0])
+
+
+def test_servers_that_read_files_are_not_limited_by_the_loops_threads(
+    fakes, checkpoints, tmp_path, monkeypatch
+):
+    """One that had to wait for a thread would take no weights, and the others would leave it."""
+    fleet = fleet_of(fakes, checkpoints, sync="disk", sync_dir=str(tmp_path), timeout_s=8)
+    monkeypatch.setattr(servers, "BYTES_AHEAD", 1)
+
+    async def update():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        await fleet.load_weights(iter(checkpoints[1][1].state_dict().items()), 1)
+
+    asyncio.run(update())
+    assert fleet.take_metrics()["rollout/servers"] == 2
 
 
 def test_requests_of_a_lost_server_are_repeated_on_the_others(fakes, checkpoints, caplog):

@@ -2,6 +2,7 @@
 another."""
 
 import asyncio
+import shutil
 
 import numpy as np
 import pytest
@@ -10,13 +11,14 @@ import torch
 from onepolicy.build.engines import build_engine
 from onepolicy.config import ModelConfig, SGLangConfig, TrainingError, UsageError, VLLMServerConfig
 from onepolicy.replay.checks import check_completion
-from onepolicy.rollout.remote.client import EngineLost
+from onepolicy.rollout.remote.client import EngineLost, EngineUnreachable
 from onepolicy.rollout.remote.dialects.vllm_replies import resumed_seed
 from onepolicy.rollout.spec import EngineSpec
 from onepolicy.sync import broadcast
 from onepolicy.sync.buckets import unflatten_bucket
 from onepolicy.sync.push import checked_push
 from onepolicy.sync.weight_files import read_weights
+from onepolicy.train.checkpoint import write_index
 from onepolicy.types import Sampling
 from support import fake_vllm
 from support.fake_learner import FakeLearner
@@ -27,6 +29,8 @@ from support.fake_vllm import (
     VOCAB,
     aborted_at_once,
     connected,
+    embedding,
+    engine_of,
     one,
     routes_of,
 )
@@ -244,6 +248,37 @@ def test_a_server_serves_one_run_after_another(fake, checkpoints):
     assert torch.equal(one(second).logp, one(connected(fake)).logp)
     asyncio.run(connected(fake).attach(checkpoints[1][0]))
     assert holds(fake, checkpoints[1])
+
+
+@pytest.mark.parametrize("sync", ["gloo", "disk"])
+def test_a_server_that_does_not_see_a_runs_checkpoint_is_sent_it(
+    fake, checkpoints, sync, tmp_path, monkeypatch, caplog
+):
+    """Its machine has another disk. Weights that travel as files need a folder that both see."""
+    folder = copied_checkpoint(checkpoints[1], tmp_path)
+
+    def own_disk(path):
+        if path != fake.model:
+            raise FileNotFoundError(path)
+        return embedding(path)
+
+    monkeypatch.setattr(fake_vllm, "embedding", own_disk)
+    engine = engine_of(fake, sync=sync, sync_dir=str(tmp_path))
+    if sync == "disk":
+        with pytest.raises(EngineUnreachable, match=f"to load {folder}: if it cannot read that"):
+            asyncio.run(engine.start(folder))
+        return
+    asyncio.run(engine.start(folder))
+    assert holds(fake, checkpoints[1])
+    assert (one(engine).version == 0).all()
+    assert caplog.messages == [f"{engine.name} could not load {folder}; it is sent the weights"]
+
+
+def copied_checkpoint(checkpoint, base):
+    """Return a folder with the model as a run's checkpoint has it."""
+    folder = shutil.copytree(checkpoint[0], base / "checkpoint")
+    write_index(folder)
+    return str(folder)
 
 
 def test_a_reload_that_is_wrong_every_time_is_noticed(fake, checkpoints):

@@ -14,7 +14,7 @@ import pytest
 from onepolicy.config import ServiceUnavailable, TrainingError, UsageError
 from onepolicy.replay.checks import MisalignedRoutesError
 from onepolicy.rollout.remote import client as http
-from onepolicy.rollout.remote.bodies import MalformedReply, parse_json, read_body
+from onepolicy.rollout.remote.bodies import MAX_REPLY_BYTES, MalformedReply, parse_json, read_body
 from onepolicy.rollout.remote.client import (
     EngineClient,
     EngineLost,
@@ -253,8 +253,8 @@ def test_time_out_is_per_attempt_and_retried():
         ask(server, timeout_s=0.05, retries=2)
 
 
-def sample(server, timeout_s=0.05):
-    client = client_of(server, retries=0, timeout_s=timeout_s)
+def sample(server, timeout_s=0.05, **kwargs):
+    client = client_of(server, retries=0, timeout_s=timeout_s, **kwargs)
     return asyncio.run(client.post("/do", {}, tokens=1000))
 
 
@@ -272,8 +272,10 @@ def test_a_long_answer_is_waited_for_while_the_server_lives():
         asked_twice.wait(LIMIT_S)  # longer than the time-out of any other request
         return {"ok": 1}
 
-    with Server({"POST /do": slow, "GET /health": health}) as server:
-        assert sample(server, timeout_s=0.5) == {"ok": 1}  # a busy machine has it for /health
+    paused = {"GET /health": lambda _: Reply({}, 503)}  # as SGLang's, for which it samples
+    with Server({"POST /do": slow, "GET /there": health, **paused}) as server:
+        # a busy machine has this time for an answer
+        assert sample(server, timeout_s=0.5, answer_path="/there") == {"ok": 1}
 
 
 @pytest.mark.parametrize("status", [404, 503, 200])
@@ -304,7 +306,7 @@ def test_a_stuck_engine_is_not_held_for_the_night():
     assert 6 * 0.03 * answer.tokens < answer.longest_s < 2 * 3600
 
 
-SETTING, LIVES = "rollout.engine.timeout_s", ", though it answers /health"
+SETTING, LIVES = "rollout.engine.timeout_s", ", though it answers"
 WAITS = [
     (30.0, False, f"20 s ({SETTING})"),
     (9.876, False, "9.88 s, the rest of 60 s for all attempts"),
@@ -338,7 +340,7 @@ def test_a_server_that_is_silent_for_seconds_is_not_there(monkeypatch):
 
 
 def test_a_health_check_is_read_with_a_bound(monkeypatch):
-    """16 MiB that come as 16 KiB are no sign of life, and are not kept."""
+    """More than 16 MiB that come as 16 KiB are no sign of life, and are not kept."""
     taken = []
 
     async def watched(response, max_bytes):
@@ -346,11 +348,11 @@ def test_a_health_check_is_read_with_a_bound(monkeypatch):
         return await read_body(response, max_bytes)
 
     monkeypatch.setattr(http, "read_body", watched)
-    bomb, hangs = gzip.compress(bytes(2**24)), Held()
+    bomb, hangs = gzip.compress(bytes(2**24 + 1)), Held()
     paths = {"POST /do": hangs, "GET /health": lambda _: Reply(bomb, encoding="gzip")}
     with Server(paths) as server, hangs, pytest.raises(TrainingError, match=r"within 1 s \("):
         sample(server, timeout_s=1.0)  # a busy machine has it for /health
-    assert ("/health", http.MAX_HEALTH_BYTES) in taken
+    assert ("/health", MAX_REPLY_BYTES) in taken
 
 
 @pytest.mark.parametrize("one", [b"[]", b"{}", b"[[]]"])

@@ -11,6 +11,10 @@ from onepolicy.rollout.remote.shared_stream import SharedStream
 from support.waiting import LIMIT_S
 
 
+def shared(source, readers, size=lambda item: 1, **limits):
+    return SharedStream(source, readers, size=size, **limits)
+
+
 def read_all(stream, readers):
     with ThreadPoolExecutor(readers) as pool:
         found = [pool.submit(lambda n=n: list(stream.read(n))) for n in range(readers)]
@@ -27,7 +31,7 @@ def counted(made, count):
 def test_every_reader_gets_all_items_and_each_is_made_once(ahead):
     made = []
     assert (
-        read_all(SharedStream(counted(made, 50), 3, ahead=ahead, limit=LIMIT_S), 3)
+        read_all(shared(counted(made, 50), 3, ahead=ahead, limit=LIMIT_S), 3)
         == [list(range(50))] * 3
     )
     assert made == list(range(50))
@@ -35,7 +39,7 @@ def test_every_reader_gets_all_items_and_each_is_made_once(ahead):
 
 def test_a_fast_reader_waits_for_the_slowest():
     made = []
-    stream = SharedStream(counted(made, 9), 2, ahead=4, limit=LIMIT_S)
+    stream = shared(counted(made, 9), 2, ahead=4, limit=LIMIT_S)
     fast, slow = stream.read(0), stream.read(1)
     assert [next(fast) for _ in range(4)] == [0, 1, 2, 3]
     fifth = ThreadPoolExecutor(1).submit(next, fast)
@@ -45,8 +49,21 @@ def test_a_fast_reader_waits_for_the_slowest():
     assert fifth.result(LIMIT_S) == 4
 
 
+def test_large_items_are_bounded_by_their_size():
+    """The fused experts of a few layers would fill rank 0's GPU."""
+    made = []
+    stream = shared(counted(made, 9), 2, size=lambda item: 5, ahead=8, limit=LIMIT_S)
+    fast, slow = stream.read(0), stream.read(1)
+    assert [next(fast), next(fast)] == [0, 1]
+    third = ThreadPoolExecutor(1).submit(next, fast)
+    assert not third.done()
+    assert made == [0, 1]
+    assert next(slow) == 0
+    assert third.result(LIMIT_S) == 2
+
+
 def test_a_closed_reader_keeps_nobody_waiting():
-    stream = SharedStream(iter(range(9)), 3, ahead=2, limit=LIMIT_S)
+    stream = shared(iter(range(9)), 3, ahead=2, limit=LIMIT_S)
     left = stream.read(1)
     next(left)
     left.close()
@@ -57,7 +74,7 @@ def test_a_closed_reader_keeps_nobody_waiting():
 def test_a_reader_that_stands_still_is_left_behind():
     """The others have all items before their servers give up; it hears that it was lost."""
     made = []
-    stream = SharedStream(counted(made, 99), 3, ahead=4, limit=2)
+    stream = shared(counted(made, 99), 3, ahead=4, limit=2)
     hung = stream.read(0)
     assert [next(hung), next(hung)] == [0, 1]
     with ThreadPoolExecutor(2) as pool:
@@ -76,7 +93,7 @@ def test_a_slow_source_leaves_no_reader_behind():
             time.sleep(0.3)
             yield item
 
-    stream = SharedStream(source(), 2, ahead=9, limit=0.1)
+    stream = shared(source(), 2, ahead=9, limit=0.1)
     assert read_all(stream, 2) == [[0, 1, 2]] * 2
 
 
@@ -86,7 +103,7 @@ def test_an_error_of_the_source_reaches_every_reader():
         raise ValueError("a rank is gone")
 
     stream, errors, together = (
-        SharedStream(source(), 2, ahead=9, limit=LIMIT_S),
+        shared(source(), 2, ahead=9, limit=LIMIT_S),
         [],
         threading.Barrier(2),
     )

@@ -210,12 +210,12 @@ class SGLangDialect(Dialect):
         }
         await client.post("/update_weights_from_disk", body, parse=check_success, timeout_s=limit)
 
-    async def broadcast(self, tensors: NamedWeights, version: int) -> None:
+    async def broadcast(self, tensors: NamedWeights, version: int, *, backend: str) -> None:
         await sync.broadcast_weights(
             self.once,
             tensors,
             str(self._named(version)),
-            backend=self.config.sync,
+            backend=backend,
             ranks=self.info.workers,
             timeout_s=self.config.timeout_s,
             flush=self._flush,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -139,7 +140,7 @@ async def handshake(
     caps: EngineCaps,
     shape: ModelShape,
 ) -> tuple[ServerInfo, int, WeightsId]:
-    """Check the server's model and settings, and lift a pause of an interrupted run.
+    """Check the server's model and settings, and end the update and pause of an interrupted run.
 
     Return also the most tokens of a sampling mask, and the name of its weights. Raises UsageError
     if the server does not fit this run.
@@ -152,6 +153,8 @@ async def handshake(
     _check_settings(where, settings, config, caps)
     if caps.returns_routes:
         _check_routes(where, settings)
+    with suppress(UsageError):  # if no update of a killed run is open, which would bar any other
+        await client.post("/end_weight_update", {})
     await client.post("/continue_generation", {})
     weights_id = WeightsId()
     if model.weight_version != DEFAULT_WEIGHTS_ID:

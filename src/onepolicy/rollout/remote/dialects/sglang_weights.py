@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onepolicy.config import TrainingError
+from onepolicy.config import TrainingError, UsageError
 from onepolicy.interfaces import NamedWeights
 from onepolicy.rollout.remote.client import EngineClient
 from onepolicy.rollout.remote.replies import check_success
@@ -57,8 +57,8 @@ async def broadcast_weights(
     """
     group_name = f"onepolicy-{secrets.token_hex(4)}"
     group = await _join_group(client, group_name, backend, 1 + ranks, timeout_s)
-    await client.post("/begin_weight_update", {}, parse=check_success)
     try:
+        await client.post("/begin_weight_update", {}, parse=check_success)
         buckets = in_buckets(weights, bucket_bytes)
         bucket = await _next_bucket(buckets)
         while bucket:
@@ -69,7 +69,7 @@ async def broadcast_weights(
             await _send_bucket(client, group, bucket, body, timeout_s)
             bucket = following
     except BaseException:
-        with suppress(TrainingError):  # raise the first error
+        with suppress(TrainingError, UsageError):  # raise the first error
             await _end_update(client, group_name, min(timeout_s, CLEANUP_S))
         raise
     await _end_update(client, group_name, timeout_s)

@@ -216,8 +216,8 @@ class VLLMDialect(Dialect):
         # once: a repeated load would wait for the first one
         await self.call_workers("onepolicy_load", *arguments, client=self.once, timeout_s=limit)
 
-    async def broadcast(self, tensors: NamedWeights, version: int) -> None:
-        await self._broadcast(tensors, version, "onepolicy_receive", backend=self.config.sync)
+    async def broadcast(self, tensors: NamedWeights, version: int, *, backend: str) -> None:
+        await self._broadcast(tensors, version, "onepolicy_receive", backend=backend)
 
     async def _broadcast(
         self, tensors: NamedWeights, version: int, method: str, *args: str, backend: str
