@@ -368,8 +368,9 @@ def test_another_rank_leaves_warnings_to_rank_0_and_says_if_it_failed(failed, mo
     assert caplog.text == ""
 
 
-def test_a_rank_waits_for_a_rank_0_that_checks_a_large_checkpoint_first(monkeypatch):
+def test_a_rank_waits_for_a_rank_0_that_checks_a_large_checkpoint_first(monkeypatch, caplog):
     """Longer than for any other word from the store."""
+    caplog.set_level(logging.INFO, "onepolicy")  # and back at the end
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.05))
     monkeypatch.setenv("RANK", "1")
