@@ -1,9 +1,8 @@
 """Pushing the learner's weights to engines, and a check that a push leaves an engine with them.
 
-The check runs on every engine, once, at the start of a run. An engine that has just loaded the
-learner's checkpoint already holds the learner's weights, so the first push must not change a single
-log-probability of a fixed batch of random prompts, the canary. vLLM 0.30.0 on the CPU fails this
-check without the fix in rollout/vllm/weights.py: after any reload its experts are silently wrong.
+The check runs on every engine, once, at the start of a run. One that has just loaded the learner's
+checkpoint already holds its weights, so the first push must change no log-probability of a canary.
+vLLM 0.30.0 on the CPU fails without rollout/vllm/weights.py: its experts are wrong after a reload.
 """
 
 from __future__ import annotations
@@ -64,12 +63,11 @@ class SentTensors:
         kept = {*(model._keep_in_fp32_modules_strict or ()), *ENGINES_KEEP}
         for name, tensor in tensors:
             whole = tensor.dim() < 2 or name.startswith(self._routers)
-            if whole or not kept.isdisjoint(name.split(".")):
+            whole = whole or not kept.isdisjoint(name.split("."))
+            if whole or not tensor.is_floating_point() or tensor.itemsize <= DTYPES[dtype].itemsize:
                 yield name, tensor
-            elif tensor.is_floating_point() and tensor.itemsize > DTYPES[dtype].itemsize:
-                yield name, tensor.to(DTYPES[dtype])
             else:
-                yield name, tensor
+                yield name, tensor.to(DTYPES[dtype])
 
     @cached_property
     def _routers(self) -> tuple[str, ...]:
@@ -111,8 +109,14 @@ async def push_weights(learner: WeightSource, *engines: WeightTarget) -> int:
 async def _push_whole(learner: WeightSource, engine: WeightTarget) -> int:
     weights = learner.named_weights(engine.caps.weights_dtype)
     sizes: list[int] = []
+
+    def measured() -> NamedWeights:
+        for name, tensor in weights:
+            sizes.append(tensor.nbytes)
+            yield name, tensor
+
     try:
-        await engine.load_weights(_measured(weights, sizes), learner.version)
+        await engine.load_weights(measured(), learner.version)
         return sum(sizes)
     finally:
         # A sharded learner gathers what a lost engine left, so that its ranks stay in step.
@@ -120,19 +124,11 @@ async def _push_whole(learner: WeightSource, engine: WeightTarget) -> int:
             weights.close()
 
 
-def _measured(weights: NamedWeights, sizes: list[int]) -> NamedWeights:
-    """Yield the tensors and note the bytes of each."""
-    for name, tensor in weights:
-        sizes.append(tensor.nbytes)
-        yield name, tensor
-
-
 async def checked_push(learner: WeightSource, engine: RolloutEngine, *, vocab: int) -> None:
     """Push the learner's weights to an engine that already holds them, and check its canary.
 
-    Raises TrainingError if a log-probability changes.
+    Each engine of a fleet is asked itself. Raises TrainingError if a log-probability changes.
     """
-    # each engine of a fleet by itself, which would send every prompt to one of them
     engines = getattr(engine, "engines", [engine])
     canaries = await asyncio.gather(*(Canary.ask(each, vocab) for each in engines))
     await push_weights(learner, engine)
