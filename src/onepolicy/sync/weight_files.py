@@ -45,7 +45,7 @@ class WeightFiles:
             if not folder:
                 _refuse_foreign(base, setting)
             _remove_orphans(base)
-            prefix = f"{_owner()}.{os.getpid()}."
+            prefix = f"{socket.gethostname()}.{os.getpid()}."
             self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
         except OSError as error:
             raise UsageError(f"{setting}: {base} cannot be written to: {error}") from error
@@ -117,20 +117,11 @@ def _refuse_foreign(base: Path, setting: str) -> None:
 
 
 def _remove_orphans(base: Path) -> None:
-    """Remove the folders of processes of this machine and PID namespace that have ended."""
-    for path in base.glob(f"{_owner()}.*.*"):
+    """Remove the folders of processes of this machine that have ended."""
+    for path in base.glob(f"{socket.gethostname()}.*.*"):
         pid = path.name.split(".")[-2]
         if pid.isdecimal() and not _is_running(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _owner() -> str:
-    """Return the machine's name and, on Linux, the PID namespace, as of a container."""
-    host = socket.gethostname()
-    try:
-        return f"{host}.{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return host
 
 
 def _is_running(pid: int) -> bool:
