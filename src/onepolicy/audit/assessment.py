@@ -339,10 +339,15 @@ def _groups_of_steps(rows: list[SampledRow]) -> torch.Tensor:  # [R] int64
 
     A row that is the only one of its step would be compared with itself.
     """
-    _, at, count = np.unique([row.step for row in rows], return_inverse=True, return_counts=True)
-    group = (count.cumsum() - count) // FEW_ROWS
-    last = max(len(rows) // FEW_ROWS - 1, 0)  # the rest goes with the group before it
-    return torch.from_numpy(np.minimum(group, last)[at])
+    _, at, counts = np.unique([row.step for row in rows], return_inverse=True, return_counts=True)
+    groups, size, left = [0], 0, len(rows)
+    for count in counts.tolist():
+        whole = min(size, left) >= FEW_ROWS  # a smaller rest stays with the group before it
+        if whole:
+            size = 0
+        groups.append(groups[-1] + whole)
+        size, left = size + count, left - count
+    return torch.tensor(groups[1:])[torch.from_numpy(at)]
 
 
 def _newest_versions(

@@ -126,10 +126,7 @@ def _engine_in_process(config: RunConfig) -> bool:
 def build_reference(
     scorer: PolicyScorer, device: torch.device, sharding: FSDPSharding | None = None
 ) -> PreTrainedModel | None:
-    """Load the frozen model of objective.kl, if there is one. It routes without replay.
-
-    It computes the policy's micro-batches, which share no prompts if it is recurrent.
-    """
+    """Load the frozen model of objective.kl, if there is one. It routes without replay."""
     config, vocab_size = scorer.config, scorer.vocab_size
     if not config.objective.kl.coef:
         return None
@@ -147,7 +144,7 @@ def build_reference(
         )
     reference = load_training_model(model_config, device, sharding).requires_grad_(False)
     if recurrent_layers(reference):
-        scorer.batcher.shares_prompts = False
+        scorer.batcher.shares_prompts = False  # of the micro-batches that both compute
     install_chunks(reference, config)
     if config.numerics == ON_POLICY:
         enable_invariant(reference)  # equal weights then have a KL of exactly 0

@@ -131,6 +131,8 @@ def variants_first(overrides: Overrides) -> list[str]:
             for at in range(len(ordered) - 1, -1, -1):
                 earlier = ordered[at].partition("=")[0]
                 if earlier == path or f"{section}.".startswith(f"{earlier}."):
+                    if name != "preset" and ordered[at] != override:
+                        place = len(ordered)  # what is between was typed for the other one
                     break
                 if earlier.startswith(f"{section}."):
                     place = at

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from onepolicy.config import DuplicateRoutes, ProgramTask, UsageError
 from onepolicy.config.input_files import read_template
 from onepolicy.envs.counts import Counts
-from onepolicy.envs.multiturn.episode import PathOptions
+from onepolicy.envs.multiturn.episode import PathOptions, grade_beside
 from onepolicy.envs.multiturn.prompt_checks import check_characters, check_prompt_length
 from onepolicy.envs.multiturn.tokenization import encode_text
 from onepolicy.envs.tasks.single_turn import Task
@@ -146,8 +146,7 @@ class Programs:
             for each in (program, waiting):
                 each.cancel()
             await asyncio.gather(program, waiting, session.close(), return_exceptions=True)
-        # in a thread: a grader may take seconds, in which the time of other programs runs on
-        reward = await asyncio.to_thread(self._reward, problem, ended)
+        reward = await grade_beside(self._reward, problem, ended)
         samples = history.to_samples(reward=reward, temperature=temperature)
         if not samples:
             raise EpisodeError(f"{_lack_of_turns(session, ended)}; {_describe(ended)}")

@@ -53,11 +53,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the settin
 
 
 def parse_device(name: str) -> torch.device:
-    """Return the device that the setting train.device names.
-
-    Raises:
-        UsageError: it is not a supported device, or not one of this machine.
-    """
+    """Return the device of train.device. Raises UsageError if it is none of this machine."""
     if name == "auto" and torch.cuda.is_available():
         return torch.device("cuda")
     if name == "auto":
@@ -155,10 +151,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def read_stops(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids that end a response: the tokenizer's eos, and those of generation_config.json.
 
-    A model without that file has those of its config.json, with which transformers writes the file
-    into every checkpoint, and at which vLLM stops. Templates of many families end a turn with
-    another token than the tokenizer's eos. Ids of plain text are left out: they are a family's
-    default, made for another vocabulary.
+    Without that file they are those of config.json, of which transformers makes it in checkpoints.
+    Templates of many families end a turn with another token than the tokenizer's eos. Ids of plain
+    text are left out: they are a family's default, made for another vocabulary.
     """
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     whole = model.model_copy(update={"path": _whole_model(model.path)})
@@ -191,11 +186,9 @@ def _is_word_list(folder: Path) -> bool:
 def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Return the model with weights in `dtype` on `device`, in eval mode.
 
-    Raises:
-        UsageError: the checkpoint is damaged, incomplete, or has tensors of other shapes than its
-            config. transformers would fill missing weights with random numbers.
-
     An adapter's folder is its base, dequantised if it was in nf4, with the adapter merged into it.
+    Raises UsageError if the checkpoint is damaged, incomplete, or has tensors of other shapes than
+    its config. transformers would fill missing weights with random numbers.
     """
     opened: Any
     refuse_holes_in(model)
@@ -220,7 +213,8 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
             **quantisation,
         )
         loaded, info = opened
-        loaded.generation_config = _without_faults(loaded.generation_config)
+        if loaded.can_generate():
+            loaded.generation_config = _without_faults(loaded.generation_config)
     if info["mismatched_keys"]:
         name, found, wanted = sorted(info["mismatched_keys"])[0]
         raise UsageError(
@@ -239,20 +233,17 @@ def load_model(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _without_faults(settings: GenerationConfig) -> GenerationConfig:
-    """Return settings that can be saved.
+    """Return settings that can be saved: of contradicting ones the ids of tokens alone.
 
-    transformers loads contradicting ones (a temperature without do_sample) and refuses to save
-    them, so no checkpoint could be written. Of those only the ids of tokens are kept.
+    transformers only warns of those as it loads them, so no checkpoint could be written.
     """
     try:
         settings.validate(strict=True)
     except ValueError:
-        pad = settings.pad_token_id
-        if pad is not None and pad < 0:
-            pad = None
-        return GenerationConfig(
-            eos_token_id=settings.eos_token_id, bos_token_id=settings.bos_token_id, pad_token_id=pad
-        )
+        ids = {name: getattr(settings, name) for name in ("eos_token_id", "bos_token_id")}
+        if (settings.pad_token_id or 0) >= 0:
+            ids["pad_token_id"] = settings.pad_token_id
+        return GenerationConfig(**ids)
     return settings
 
 

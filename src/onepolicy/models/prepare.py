@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from functools import partial
 
@@ -17,6 +18,7 @@ from onepolicy.models.packing_check import check_packing
 from onepolicy.models.recurrent.layers import install_recurrent, recurrent_places
 
 LENGTHS = (7, 4)  # tokens of the two samples of the check
+OTHER_SIZES = re.compile("size of tensor|cannot be multiplied|invalid for input of size")
 RULED_OUT = 1e4
 """Distance in nats from the row's largest logit at which a token's probability is 0 in float32.
 
@@ -78,7 +80,15 @@ def prepare_for_training(
     config = model.config.get_text_config()
     _install_recurrent(model)
     with torch.no_grad():
-        alone = _logits_alone(model, device)
+        try:
+            alone = torch.cat([_logits(model, ids[None]) for ids in _samples(model, device)])
+        except RuntimeError as error:
+            if not OTHER_SIZES.search(str(error)):
+                raise
+            raise UsageError(
+                f"model.path: {type(model).__name__} cannot compute with the sizes in its "
+                f"config.json ({error}); restore that file"
+            ) from error
         _check_logits(model, alone)
         model.set_attn_implementation(packed_attention.NAME)
         if getattr(model, "set_experts_implementation", None) is not None:
@@ -142,19 +152,6 @@ def _samples(model: PreTrainedModel, device: torch.device) -> list[Tensor]:
 
 def _logits(model: PreTrainedModel, ids: Tensor, **arguments: object) -> Tensor:
     return model(input_ids=ids, use_cache=False, **arguments).logits[0].float()
-
-
-def _logits_alone(model: PreTrainedModel, device: torch.device) -> Tensor:
-    """Return the logits of the samples, one at a time. Raises UsageError if sizes do not fit."""
-    try:
-        return torch.cat([_logits(model, ids[None]) for ids in _samples(model, device)])
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise UsageError(
-            f"model.path: {type(model).__name__} cannot compute with the sizes in its config.json "
-            f"({error}); restore that file"
-        ) from error
 
 
 def _packed_logits(model: PreTrainedModel, samples: list[Tensor]) -> Tensor:

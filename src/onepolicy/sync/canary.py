@@ -8,12 +8,14 @@ comes back when the canary is asked again.
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepolicy.interfaces import RolloutEngine
+from onepolicy.interfaces import RolloutEngine, engine_name
 from onepolicy.notation import number
 from onepolicy.types import Sampling
 
@@ -124,6 +126,30 @@ class Canary:
                 f"(without a {act}: {number(self.noise)}); its weights are wrong after a {act} and "
                 "every rollout would be another policy's"
             )
+
+
+async def ask_each(
+    engine: RolloutEngine, vocab: int
+) -> Callable[[str, str, type[Exception]], Awaitable[None]]:
+    """Ask the canary of an engine, or of each of a fleet, which may be lost without the others.
+
+    Return a function that asks again, as `Canary.require_same` does. `done` names the engine by {}.
+    """
+    before: dict[int, Canary] = {}
+    on_each: Any = getattr(engine, "on_each", lambda work: work(engine))  # the first: of a fleet
+
+    async def ask(each: RolloutEngine) -> None:
+        before[id(each)] = await Canary.ask(each, vocab)
+
+    async def require_same(done: str, act: str, error: type[Exception]) -> None:
+        async def compare(each: RolloutEngine) -> None:
+            if id(each) in before:  # else it has come back meanwhile, and was checked then
+                await before[id(each)].require_same(done.format(engine_name(each)), act, error)
+
+        await on_each(compare)
+
+    await on_each(ask)
+    return require_same
 
 
 def inexact_dtype(dtype: str, *, cpu: bool) -> str | None:

@@ -7,7 +7,6 @@ vLLM 0.30.0 on the CPU fails without rollout/vllm/weights.py: its experts are wr
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Generator, Iterable
 from functools import cached_property
 from inspect import GEN_RUNNING, getgeneratorstate
@@ -24,11 +23,10 @@ from onepolicy.interfaces import (
     RolloutEngine,
     WeightSource,
     WeightTarget,
-    engine_name,
 )
 from onepolicy.models.load import DTYPES
 from onepolicy.replay.layers import find_routers, is_moe
-from onepolicy.sync.canary import Canary
+from onepolicy.sync.canary import ask_each
 
 ENGINES_KEEP = ("A_log",)
 """Names of tensors that engines hold in float32 though transformers does not: decays of Mamba."""
@@ -129,10 +127,8 @@ async def checked_push(learner: WeightSource, engine: RolloutEngine, *, vocab: i
 
     Each engine of a fleet is asked itself. Raises TrainingError if a log-probability changes.
     """
-    engines = getattr(engine, "engines", [engine])
-    canaries = await asyncio.gather(*(Canary.ask(each, vocab) for each in engines))
+    require_same = await ask_each(engine, vocab)
     await push_weights(learner, engine)
-    for canary in canaries:
-        done = f"weight sync: giving {engine_name(canary.engine)} the weights it already holds"
-        await canary.require_same(done, "sync", TrainingError)
+    done = "weight sync: giving {} the weights it already holds"
+    await require_same(done, "sync", TrainingError)
     await engine.reset_cache()

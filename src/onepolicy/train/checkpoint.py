@@ -90,9 +90,9 @@ def save(
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     try:
         tokenizer.save_pretrained(folder)
-    except OSError:
-        raise
-    except Exception as error:  # Rust writes the file, and raises a bare one if the disk is full
+    except Exception as error:
+        if type(error) is not Exception:  # a bare one is Rust's, of a full disk
+            raise
         raise OSError(errno.EIO, str(error), str(folder)) from error
 
 

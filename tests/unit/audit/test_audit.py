@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepolicy.audit import accumulator
-from onepolicy.audit.assessment import divergence_onset
+from onepolicy.audit.accumulator import SampledRow
+from onepolicy.audit.assessment import _groups_of_steps, divergence_onset
 from onepolicy.audit.figures import audit_figures
 from onepolicy.audit.report import describe_difference
 from onepolicy.audit.run import audit, run_audit
@@ -453,6 +454,16 @@ def test_odd_rows_are_found_though_each_is_alone_in_its_step(tmp_path) -> None:
     order = np.random.default_rng(0).permutation(len(rows))
     steps = [rows[at] | {"step": step} for step, at in enumerate(order)]
     assert audited(tmp_path, steps).verdict.causes == ("stale",)
+
+
+def test_no_group_of_steps_is_small(subtests) -> None:
+    for counts in ([24, 24, 1], [30, 3], [1] * 25, [5], [12, 12], [11, 1, 11, 1]):
+        steps = [step for step, count in enumerate(counts) for _ in range(count)]
+        rows = [SampledRow(0.0, at, step, {}) for at, step in enumerate(steps)]
+        with subtests.test(counts=counts):
+            sizes = _groups_of_steps(rows).bincount().tolist()
+            assert min(sizes) >= min(len(rows), 12)
+            assert sum(sizes) == len(rows)
 
 
 def test_a_gap_of_rounding_does_not_diverge(tmp_path) -> None:

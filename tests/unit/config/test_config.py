@@ -75,6 +75,9 @@ def test_another_engine_keeps_what_was_typed_beside_it():
     assert engine.rollout.engine.max_num_seqs == 64  # the default: the recipe's goes
     with pytest.raises(UsageError, match=r"rollout\.engine\.kv_cache_gib: unknown"):
         resolve(recipe, ["rollout.engine.kv_cache_gib=2", "rollout.engine.kind=vllm-server"])
+    # of two kinds, as where an arm of `compare` has its own, the first one's settings go
+    server = ["rollout.engine.kind=vllm-server", "rollout.engine.url=http://a:1"]
+    assert resolve(recipe, [*server, "rollout.engine.kind=hf"]).rollout.engine.kind == "hf"
 
 
 def test_a_preset_keeps_what_was_typed_beside_it(subtests):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import NotRequired, Protocol, TypedDict, Unpack
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NotRequired, Protocol, TypedDict, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +23,9 @@ from onepolicy.envs.multiturn.tokenization import decode_tokens
 from onepolicy.envs.multiturn.trajectory import Trajectory
 from onepolicy.interfaces import EpisodeError, Problem, SampleFn
 from onepolicy.types import FinishReason, Sample
+
+GRADERS = ThreadPoolExecutor(1, "onepolicy-grader")
+"""Graders take turns anyway, and the event loop's own threads have other work to do."""
 
 
 class ProblemSource(Protocol):
@@ -40,6 +45,15 @@ class PathOptions(TypedDict):
 
     max_len: int
     duplicate_routes: NotRequired[DuplicateRoutes]  # see `RouteBuffer.merge`
+
+
+async def grade_beside(grade: Callable[..., float], *asked: Any) -> float:
+    """Return what a grader gives, in a thread, so that the time of other episodes does not run on.
+
+    It may take seconds, and counts for those that this episode is played with.
+    """
+    run = contextvars.copy_context().run
+    return float(await asyncio.get_running_loop().run_in_executor(GRADERS, run, grade, *asked))
 
 
 class MultiTurnEnvironment(ABC):
@@ -95,6 +109,7 @@ class MultiTurnEnvironment(ABC):
         played = Episode(self, problem, sample)
         try:
             async with asyncio.timeout(self.limits.seconds) as clock:
+                played.clock = clock
                 reward = await self.play_episode(problem, played)
         except TimeoutError:
             if not clock.expired():  # raised by the engine, not by this episode's time limit
@@ -120,6 +135,7 @@ class Episode:
         prompt_ids = env.dialogue.encode_first_prompt(self._initial_prompt)
         self.path = Trajectory(prompt_ids, duplicate_routes=env.duplicate_routes)
         self.finish: FinishReason = "stop"
+        self.clock: asyncio.Timeout | None = None  # of task.seconds
         self.events: list[str] = []
         self._old_paths: list[Trajectory] = []  # histories before a rewrite
         self._turns: list[str] = []

@@ -5,14 +5,18 @@ An episode also ends when its turns, tokens or time run out.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Unpack
 
 from transformers import PreTrainedTokenizerBase
 
 from onepolicy.config import ReActTask, UsageError
 from onepolicy.envs.multiturn.dialogue import ParsedTurn
-from onepolicy.envs.multiturn.episode import Episode, MultiTurnEnvironment, PathOptions
+from onepolicy.envs.multiturn.episode import (
+    Episode,
+    MultiTurnEnvironment,
+    PathOptions,
+    grade_beside,
+)
 from onepolicy.envs.multiturn.prompt_checks import ASCII, unknown_characters
 from onepolicy.envs.multiturn.tool_formats import tool_format
 from onepolicy.envs.tasks.single_turn import Task
@@ -69,8 +73,9 @@ class ReAct(MultiTurnEnvironment):
             if turn.answer is not None:
                 if not self._timed:
                     return float(self.task.grade(problem, turn.answer))
-                # a grader may take seconds, in which the time of other episodes' calls runs on
-                return float(await asyncio.to_thread(self.task.grade, problem, turn.answer))
+                if episode.clock is not None:
+                    episode.clock.reschedule(None)  # the answer came in time
+                return await grade_beside(self.task.grade, problem, turn.answer)
             if episode.out_of_turns:  # no later turn could read the replies
                 episode.finish = "turns"
                 break

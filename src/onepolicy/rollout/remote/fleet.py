@@ -73,11 +73,6 @@ class Fleet(Generic[E]):
     def _members(self) -> list[Member[E]]:
         return [member for member in self._all if not member.is_lost]
 
-    @property
-    def engines(self) -> list[E]:
-        """The engines that are not lost."""
-        return [member.engine for member in self._members]
-
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, seed: int
     ) -> Completion:
@@ -149,7 +144,11 @@ class Fleet(Generic[E]):
 
     async def reset_cache(self) -> None:
         self._placement.forget()
-        await self._on_each(self._members, lambda _, engine: engine.reset_cache())
+        await self.on_each(lambda engine: engine.reset_cache())
+
+    async def on_each(self, work: Callable[[E], Awaitable[None]]) -> None:
+        """Await work(engine) for all engines that are not lost. Lose those that are gone."""
+        await self._on_each(self._members, lambda _, engine: work(engine))
 
     async def _on_each(
         self, members: Sequence[Member[E]], call: Callable[[int, E], Awaitable[None]]

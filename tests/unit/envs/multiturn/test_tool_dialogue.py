@@ -4,6 +4,7 @@ call."""
 import asyncio
 import json
 import threading
+import time
 
 import pytest
 
@@ -192,6 +193,14 @@ def test_a_slow_grader_does_not_use_up_the_time_of_other_episodes():
 
     (played,) = asyncio.run(both())
     assert played.reward == 1.0
+
+
+def test_an_answer_in_time_is_graded_however_long_the_grader_takes():
+    env = environment(seconds=0.2)
+    env.task.grade = lambda *asked: time.sleep(0.5) or 1.0
+    sample = scripted(env.tokenizer, "Answer: 7")
+    (played,) = asyncio.run(env.episode(env.train_problem(0), sample, 1.0))
+    assert (played.reward, played.finish) == (1.0, "stop")
 
 
 def test_two_calls_in_one_turn_get_two_replies():
