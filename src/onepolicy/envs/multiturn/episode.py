@@ -48,9 +48,8 @@ class PathOptions(TypedDict):
 
 
 async def grade_beside(grade: Callable[..., float], *asked: Any) -> float:
-    """Return what a grader gives, in a thread, so that the time of other episodes does not run on.
-
-    It may take seconds, and counts for those that this episode is played with.
+    """Return a grader's reward, computed in a thread: it may take seconds, and calls of other
+    episodes have limits. It counts for those that this episode is played with.
     """
     run = contextvars.copy_context().run
     return float(await asyncio.get_running_loop().run_in_executor(GRADERS, run, grade, *asked))
