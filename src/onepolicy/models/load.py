@@ -341,7 +341,8 @@ def cast_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     that the family wants in float32 (selection biases of routers) become float32.
     """
     made: dict[str, torch.dtype] = {}
-    if dtype != torch.float32:  # some classes make tensors in float32 whatever the dtype
+    # Some classes make tensors in float32 whatever the dtype. peft's wrapper names them otherwise.
+    if dtype != torch.float32 and isinstance(model, PreTrainedModel):
         with torch.device("meta"):
             like = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
         made = {name: tensor.dtype for name, tensor in like.state_dict().items()}

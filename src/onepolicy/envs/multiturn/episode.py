@@ -48,8 +48,9 @@ class PathOptions(TypedDict):
 
 
 async def grade_beside(grade: Callable[..., float], *asked: Any) -> float:
-    """Return a grader's reward, computed in a thread: it may take seconds, and calls of other
-    episodes have limits. It counts for those that this episode is played with.
+    """Return a grader's reward, computed in a thread.
+
+    It may take seconds, and tools of other episodes have limits. It counts for this episode's step.
     """
     run = contextvars.copy_context().run
     return float(await asyncio.get_running_loop().run_in_executor(GRADERS, run, grade, *asked))
