@@ -53,11 +53,13 @@ def main() -> None:
         return
     if not options.folders:
         parser.error("give the folders of the runs, or --picture")
-    rows_of = {}
+    rows_of, found = {}, []
+    if not options.steps:
+        if len(options.folders) > 1:
+            parser.error("the other tables are of one folder: give one, or --steps")
+        found = [measured(options.folders[0], seed) for seed in SEEDS]  # before the tree is changed
     write_steps(options.folders)
     if not options.steps:
-        (folder,) = options.folders
-        found = [measured(folder, seed) for seed in SEEDS]
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         rows_of = tables(found)
     sys.path.insert(0, str(FOLDER.parent))

@@ -93,7 +93,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("runs/evidence"), help="run folders")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"(default: {RESULTS.name})")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name in options.studies:
+        first, last = PLAN["study"][name]["seeds"]
+        others = [seed for seed in options.seeds or () if not first <= seed <= last]
+        if others and options.results == RESULTS:
+            parser.error(f"{name} has no seed {others[0]}; a pilot wants --results FILE of its own")
+    return options
 
 
 def planned(options: argparse.Namespace) -> Iterator[Job]:

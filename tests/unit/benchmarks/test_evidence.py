@@ -57,6 +57,13 @@ def test_the_main_study_is_the_registered_one(study):
     assert len({(job.arm, job.seed) for job in jobs}) == len(jobs)
 
 
+def test_a_pilot_is_not_played_into_the_registered_runs(study, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["run.py", "main", "--seeds", "100", "5"])
+    with pytest.raises(SystemExit):
+        study[0].arguments()
+    assert "main has no seed 5; a pilot wants --results FILE" in capsys.readouterr().err
+
+
 def test_every_run_has_valid_settings(study):
     """One seed of every arm of every study; pressure only where the arm has it."""
     run, _ = study
