@@ -94,12 +94,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/evidence"), help="run folders")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"(default: {RESULTS.name})")
     options = parser.parse_args()
-    for name in options.studies:
-        first, last = PLAN["study"][name]["seeds"]
-        others = [seed for seed in options.seeds or () if not first <= seed <= last]
-        if others and options.results == RESULTS:
-            parser.error(f"{name} has no seed {others[0]}; a pilot wants --results FILE of its own")
+    if options.results.resolve() == RESULTS.resolve():
+        for name in options.studies:
+            refuse_pilots(parser, name, options.seeds, PLAN["study"][name]["seeds"])
     return options
+
+
+def refuse_pilots(
+    parser: argparse.ArgumentParser, study: str, seeds: Sequence[int] | None, planned: Sequence[int]
+) -> None:
+    """End with an error if a seed is none of the study's. planned: its first and last seed."""
+    for seed in seeds or ():
+        if not planned[0] <= seed <= planned[1]:
+            parser.error(f"{study} has no seed {seed}; give a pilot --results FILE of its own")
 
 
 def planned(options: argparse.Namespace) -> Iterator[Job]:

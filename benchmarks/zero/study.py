@@ -86,10 +86,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/zero-study"), help="run folders")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"(default: {RESULTS.name})")
     options = parser.parse_args()
-    first, last = PLAN["seeds"]
-    pilots = [seed for seed in options.seeds or () if not first <= seed <= last]
-    if pilots and options.results == RESULTS:
-        parser.error(f"seed {pilots[0]} is a pilot's; give --results FILE, apart from the study's")
+    if options.results.resolve() == RESULTS:
+        run.refuse_pilots(parser, "the study", options.seeds, PLAN["seeds"])
     if options.policy is not None:
         make_policy(options.policy)
     elif options.table:

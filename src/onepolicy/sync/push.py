@@ -61,11 +61,12 @@ class SentTensors:
         kept = {*(model._keep_in_fp32_modules_strict or ()), *ENGINES_KEEP}
         for name, tensor in tensors:
             whole = tensor.dim() < 2 or name.startswith(self._routers)
-            whole = whole or not kept.isdisjoint(name.split("."))
-            if whole or not tensor.is_floating_point() or tensor.itemsize <= DTYPES[dtype].itemsize:
+            if whole or not kept.isdisjoint(name.split(".")):
                 yield name, tensor
-            else:
+            elif tensor.is_floating_point() and tensor.itemsize > DTYPES[dtype].itemsize:
                 yield name, tensor.to(DTYPES[dtype])
+            else:
+                yield name, tensor
 
     @cached_property
     def _routers(self) -> tuple[str, ...]:

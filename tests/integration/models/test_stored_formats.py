@@ -82,7 +82,9 @@ def test_the_model_without_weights_has_the_dtypes_of_the_loaded_one(family, tmp_
     assert torch.float32 in expected.values()
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "hunyuan_v1_moe", "lfm2_moe", "zaya"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "ernie4_5_moe", "hunyuan_v1_moe", "lfm2_moe", "zaya"]
+)
 def test_a_cast_model_has_the_tensors_of_one_opened_in_that_dtype(family, tmp_path):
     TABLE[family].model().save_pretrained(tmp_path)
     model, cpu = ModelConfig(path=str(tmp_path)), torch.device("cpu")

@@ -132,7 +132,7 @@ def random_moment(out, generator):
 def test_twenty_kills_at_random_moments(train, recipe, tmp_path):
     """Moments are drawn over start-up, rollout, update, evaluation and save alike, and each kill
     hits a live process."""
-    steps, generator = 150, random.Random(1)
+    steps, generator = 300, random.Random(1)
     whole, out = train("whole", f"steps={steps}", *EVERY), tmp_path / "killed"
     for _ in range(20):
         killed = run_and_kill(next_command(recipe, out, steps), random_moment(out, generator))

@@ -21,7 +21,7 @@ from onepolicy.run import resume
 from onepolicy.run.log import read_metrics, truncate_after
 from onepolicy.run.summary import summarise
 from onepolicy.train import checkpoint
-from support.fuzz import HEAVY, survives
+from support.fuzz import SLOW, survives
 from support.report_run import make_fixture_run, own_probe
 
 STRANGE = (
@@ -216,7 +216,7 @@ def test_a_summary_without_a_number_is_read_or_refused(copy):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "inputs",
-    [pytest.param(5000, id="fast"), pytest.param(HEAVY, id="slow", marks=pytest.mark.slow)],
+    [pytest.param(5000, id="fast"), pytest.param(SLOW, id="slow", marks=pytest.mark.slow)],
 )
 def test_damages(copy, inputs):
     """Most of the damaged files are read and refused."""

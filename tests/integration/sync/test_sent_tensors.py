@@ -60,7 +60,8 @@ def test_a_push_to_a_bfloat16_engine_sends_half_the_bytes(family):
 
 
 @pytest.mark.parametrize(
-    "family", ["hy_v4", "deepseek_v4", "inkling_text", "hunyuan_v1_moe", "lfm2_moe", "zaya"]
+    "family",
+    ["hy_v4", "deepseek_v4", "inkling_text", "qwen3_moe", "hunyuan_v1_moe", "lfm2_moe", "zaya"],
 )
 def test_an_engine_gets_the_bits_that_it_would_cast_itself(family):
     """Some families keep more than routers in float32, and `cast_model` does."""

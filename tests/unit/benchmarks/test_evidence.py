@@ -61,7 +61,7 @@ def test_a_pilot_is_not_played_into_the_registered_runs(study, monkeypatch, caps
     monkeypatch.setattr("sys.argv", ["run.py", "main", "--seeds", "100", "5"])
     with pytest.raises(SystemExit):
         study[0].arguments()
-    assert "main has no seed 5; a pilot wants --results FILE" in capsys.readouterr().err
+    assert "main has no seed 5; give a pilot --results FILE" in capsys.readouterr().err
 
 
 def test_every_run_has_valid_settings(study):

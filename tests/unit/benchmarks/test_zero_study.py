@@ -48,7 +48,7 @@ def test_a_pilot_is_not_counted_among_the_runs(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["study.py", "--seeds", "800", "700"])
     with pytest.raises(SystemExit):
         study.main()
-    assert "seed 700 is a pilot's; give --results FILE" in capsys.readouterr().err
+    assert "the study has no seed 700; give a pilot --results FILE" in capsys.readouterr().err
 
 
 def test_exact_tests():

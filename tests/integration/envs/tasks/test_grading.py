@@ -175,7 +175,7 @@ def test_an_expression_that_passes_the_filter_ends_its_child_only(monkeypatch):
 
 @pytest.mark.process
 def test_a_response_that_asks_for_endless_work_ends_its_child_only(monkeypatch, subtests):
-    monkeypatch.setattr(reasoning_gym, "GRADING", Limits(2**28, patience(1)))
+    monkeypatch.setattr(reasoning_gym, "GRADING", Limits(2**28, patience(3)))
     for name, costly, other in (
         ("coin_flip", "1e9999999999", "{}0"),
         ("propositional_logic", "∧".join("abcdefghijklmnopqrstuvwxyz"), "P"),

@@ -222,7 +222,7 @@ def test_server_that_hangs_is_given_up(fake):
     engine = open_engine(fake, retries=1)
     engine.client._timeout_s = 0.2  # only now: the requests of the start must be answered
     fake.mode = "in_place"  # somebody paused it
-    with pytest.raises(TrainingError, match=r"got no answer within .* though it answers"):
+    with pytest.raises(TrainingError, match=r"got no answer within"):
         play(engine, (PROMPT, Sampling(1.0, 3)))
     fake.resume({}, None)
 

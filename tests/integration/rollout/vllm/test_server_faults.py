@@ -155,7 +155,7 @@ def test_time_out_and_death_in_the_middle_of_a_batch(fake):
     hasty = connected(fake, retries=1)
     hasty.client._timeout_s = 0.2  # only now: the requests of the start must be answered
     fake.paused.set()
-    with pytest.raises(TrainingError, match=r"got no answer within .* though it answers"):
+    with pytest.raises(TrainingError, match=r"2 times; got no answer within"):
         one(hasty)
     fake.paused.clear()
     engine = connected(fake, retries=2)  # a request may meet both hang-ups

@@ -116,11 +116,27 @@ def test_every_server_is_asked_whether_the_first_push_leaves_it_its_weights(
         load(fleet, checkpoints[0])
 
 
+def test_a_server_that_is_lost_in_the_first_push_is_lost_alone(fakes, checkpoints, monkeypatch):
+    fleet = fleet_of(fakes, checkpoints)
+    lost = fleet._members[1].engine
+
+    async def gone():
+        raise EngineLost("gone")
+
+    async def push_weights(learner, engine):
+        monkeypatch.setattr(lost, "reset_cache", gone)
+
+    monkeypatch.setattr("onepolicy.sync.push.push_weights", push_weights)
+    learner = FakeLearner(checkpoints[0][1], version=0)
+    asyncio.run(checked_push(learner, fleet, vocab=VOCAB))
+    assert [member.engine is lost for member in fleet._members] == [False]
+
+
 def test_servers_that_read_files_are_not_limited_by_the_loops_threads(
     fakes, checkpoints, tmp_path, monkeypatch
 ):
     """One that had to wait for a thread would take no weights, and the others would leave it."""
-    fleet = fleet_of(fakes, checkpoints, sync="disk", sync_dir=str(tmp_path), timeout_s=8)
+    fleet = fleet_of(fakes, checkpoints, sync="disk", sync_dir=str(tmp_path), timeout_s=LIMIT_S)
     monkeypatch.setattr(servers, "BYTES_AHEAD", 1)
 
     async def update():
