@@ -37,7 +37,7 @@ $(VENV)/.dev: $(VENV)/.train
 # borrows from ours what it does not have itself (torch above all).
 ORACLE := .venv-oracle
 define borrowing
-	test -d $(1) || $(PYTHON) -m venv $(1)
+	test -d $(1) || $(BIN)/python -m venv $(1)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
 endef

@@ -18,7 +18,8 @@ expression has a group for each column. `share * 100` multiplies what was read. 
 an expression of [patterns].
 
 Every command adds a line to --out: commit, machine, load, cells, and what it printed. A command
-that has a line of this commit is not run again. A number has moved if it is outside of the
+that has a line of this commit is not run again, unless files of the tree have changed since. One
+that needs another trainer names its `venv`. A number has moved if it is outside of the
 documented interval (the row's low and high, lowest and highest), or without one, if it is off by
 more than a tenth. docs/data is not changed.
 """
@@ -47,6 +48,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 OUT = ROOT / "runs" / "benchmarks.jsonl"
 NEAR = 0.1  # of a number without an interval
+CHANGED = ", changed"
+"""Behind a commit that the tree differs from."""
 BOUNDS = re.compile(r"(quartile, )?(low|high)(est)?$")
 """Names of the columns of an interval."""
 
@@ -76,6 +79,11 @@ class Command:
 
     run: str
     cells: dict[str, str]
+    venv: str = ".venv"  # with `.venv`, the Python that this script runs in
+
+    @property
+    def python(self) -> str:
+        return sys.executable if self.venv == ".venv" else str(ROOT / self.venv / "bin/python")
 
     @property
     def tables(self) -> set[str]:
@@ -93,7 +101,7 @@ def commands() -> list[Command]:
         return expression
 
     return [
-        Command(each["run"], {key: filled(text) for key, text in each["cells"].items()})
+        Command(**each | {"cells": {key: filled(text) for key, text in each["cells"].items()}})
         for each in found["command"]
     ]
 
@@ -163,7 +171,7 @@ def state() -> dict[str, Any]:
 
     commit = git("rev-parse", "--short=10", "HEAD")
     if git("status", "--porcelain", "--untracked-files=no"):
-        commit += ", changed"
+        commit += CHANGED
     return {"commit": commit, "machine": f"{processor()}, {os.cpu_count()} cores"}
 
 
@@ -177,7 +185,7 @@ def processor() -> str:
 def measure(command: Command, here: dict[str, Any]) -> dict[str, Any]:
     """Run a command and return its line."""
     words = shlex.split(command.run)
-    words[:1] = {"python": [sys.executable], "pytest": [sys.executable, "-m", "pytest"]}[words[0]]
+    words[:1] = {"python": [command.python], "pytest": [command.python, "-m", "pytest"]}[words[0]]
     begun, load = time.time(), os.getloadavg()[0]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     line = {"command": command.run, **here, "load": [round(load, 1), round(os.getloadavg()[0], 1)]}
@@ -188,22 +196,24 @@ def measure(command: Command, here: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines_of(out: Path) -> dict[str, dict[str, Any]]:
-    """Return the last line of every command that ended well."""
+    """Return the last line of every command."""
     if not out.exists():
         return {}
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    return {row["command"]: row for row in rows if not row["status"]}
+    return {row["command"]: row for row in rows}
 
 
 def report(chosen: list[Command], out: Path) -> Table:
-    """Return the numbers that moved, or were not found, and say how many were compared."""
+    """Return the numbers that moved, or were not found, and say how many were compared and which
+    commands failed at their last try."""
     done, compared = lines_of(out), 0
-    table = Table()
+    failed = [each.run for each in chosen if done.get(each.run, {}).get("status")]
+    table = Table(caption="\n".join(f"failed: {run}" for run in failed) or None)
     for name in ("number", "documented", "interval", "measured", "commit", "machine"):
         table.add_column(name, overflow="fold")
     for command in chosen:
         line = done.get(command.run)
-        if line is None:
+        if line is None or line["status"]:
             continue
         for cell in cells(command, line["stdout"]):
             if BOUNDS.match(cell.name.rpartition(": ")[2]):
@@ -243,8 +253,12 @@ def main() -> None:
         return
     here, console = state(), Console(width=160)
     for each in () if args.report else chosen:
-        line = lines_of(args.out).get(each.run)
-        if line is not None and line["commit"] == here["commit"]:
+        if not Path(each.python).exists():
+            sys.exit(f"{each.run}: no {each.python}: make {each.venv}/.ready")
+    for each in () if args.report else chosen:
+        line = lines_of(args.out).get(each.run, {})
+        known = line.get("status") == 0 and line["commit"] == here["commit"]
+        if known and not here["commit"].endswith(CHANGED):
             continue
         console.print(each.run, markup=False)
         line = measure(each, here)

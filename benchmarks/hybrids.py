@@ -39,8 +39,11 @@ VOCAB, RECURRENT = 32, 3
 Runner = Callable[[], None]
 
 
-def model_of(recurrent: int, dtype: str, max_len: int) -> PreTrainedModel:
-    model = make_model(PolicyConfig(recurrent=recurrent, max_len=max_len), VOCAB)
+def model_of(dtype: str, max_len: int, *, recurrent: bool = True) -> PreTrainedModel:
+    model = make_model(PolicyConfig(recurrent=RECURRENT, max_len=max_len), VOCAB)
+    if not recurrent:
+        kinds = ["full_attention"] * model.config.num_hidden_layers
+        model = type(model)(type(model.config)(**model.config.to_dict() | {"layer_types": kinds}))
     model.set_experts_implementation("grouped_mm")
     return model.to(DTYPES[dtype]).eval()
 
@@ -68,7 +71,7 @@ def say(title: str, seconds: dict[str, list[float]], over: str, under: str) -> N
 def engines(dtype: str, args: argparse.Namespace) -> dict[str, Runner]:
     """Return runners of `generate` and of both engines, with the same weights and prompts."""
     length = args.prompt + args.new
-    model = model_of(RECURRENT, dtype, length)
+    model = model_of(dtype, length)
     prompts = torch.randint(3, VOCAB, (args.samples, args.prompt), device="cpu")
     config = HFEngineConfig(dtype=dtype, max_num_seqs=args.samples)
     runners = {}
@@ -118,9 +121,9 @@ def measure(dtype: str, args: argparse.Namespace) -> None:
     if "step" in args.parts:
         length = args.prompt + args.new
         runners = {
-            "ours": step_runner(model_of(RECURRENT, dtype, length), args, ours=True),
-            "stock": step_runner(model_of(RECURRENT, dtype, length), args, ours=False),
-            "attention": step_runner(model_of(0, dtype, length), args, ours=True),
+            "ours": step_runner(model_of(dtype, length), args, ours=True),
+            "stock": step_runner(model_of(dtype, length), args, ours=False),
+            "attention": step_runner(model_of(dtype, length, recurrent=False), args, ours=True),
         }
         seconds = rounds_of(runners, args.rounds)
         say(f"step / stock's packed step, {size}", seconds, "ours", "stock")

@@ -216,7 +216,7 @@ def everything(names: list[str]) -> int:
             print(f"  {name:<10} green here already", flush=True)
             continue
         make(*needs([name]))
-        phase = Phase(name, "all")
+        phase, commit = Phase(name, "all"), head()
         try:
             phase.run()
         finally:
@@ -225,13 +225,17 @@ def everything(names: list[str]) -> int:
             failed.append(name)
         print(phase.text() if phase.status else phase.summary(), flush=True)
         if not phase.status:
-            note_green(phase)
+            note_green(phase, commit)
     print(f"FAILED: {', '.join(failed)}" if failed else "all green")
     return int(bool(failed))
 
 
 def git(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def head() -> str:
+    return git("rev-parse", "HEAD").stdout.strip()
 
 
 def but_written() -> list[str]:
@@ -245,22 +249,29 @@ def read_green() -> dict[str, dict[str, Any]]:
     return tomllib.loads(GREEN.read_text(encoding="utf-8")) if GREEN.exists() else {}
 
 
+def changes(commit: str) -> str:
+    """Return the files that differ from a commit, new ones too, but for those that phases write."""
+    differ = git("diff", "--name-only", commit, *but_written())
+    if not commit or differ.returncode:
+        return f"no commit {commit!r} in this clone"
+    return differ.stdout + git("ls-files", "--others", "--exclude-standard", *but_written()).stdout
+
+
 def is_green_here(name: str) -> bool:
     """Return whether nothing but what phases write has changed since the phase was green."""
-    commit = read_green().get(name, {}).get("commit", "")
-    return bool(commit) and not git("diff", "--quiet", commit, *but_written()).returncode
+    return not changes(read_green().get(name, {}).get("commit", ""))
 
 
-def note_green(phase: Phase) -> None:
-    """Write commit, day, seconds and last line of a phase into green.toml, unless files differ from
-    the commit."""
-    changed = git("status", "--porcelain", *but_written()).stdout
+def note_green(phase: Phase, commit: str) -> None:
+    """Write day, seconds and last line of a phase into green.toml, and the commit that it began
+    with, unless files differ from it."""
+    changed = changes(commit)
     if changed:
-        print(f"  {phase.name}: not noted in green.toml, the tree has changes:\n{changed}")
+        print(f"  {phase.name}: not noted in green.toml, files differ from {commit}:\n{changed}")
         return
     table = read_green() | {
         phase.name: {
-            "commit": git("rev-parse", "HEAD").stdout.strip(),
+            "commit": commit,
             "day": datetime.date.today().isoformat(),
             "seconds": round(phase.seconds),
             "last": phase.summary().split(" s  ", 1)[-1],

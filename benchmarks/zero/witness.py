@@ -70,8 +70,9 @@ class Counts:
 
     @property
     def is_zero(self) -> bool:
-        """True if nothing differs although the weights were others in every step."""
-        total, moved = self.total, len(set(self.weights)) == len(self.weights) > 1
+        """True if nothing differs although the weights changed. Steps whose groups all earn the
+        same may leave them."""
+        total, moved = self.total, len(set(self.weights)) > 1
         return moved and not (total.values + total.routes_differing + total.outside)
 
     def line(self) -> str:

@@ -217,8 +217,21 @@ def test_a_green_phase_is_noted_with_its_commit_and_is_not_run_again(clone, caps
     assert "green here already" in capsys.readouterr().out
     (clone / "file").write_text("2")
     assert phases.everything(["one"]) == 0
-    assert "not noted in green.toml, the tree has changes" in capsys.readouterr().out
+    assert "not noted in green.toml, files differ" in capsys.readouterr().out
     assert phases.read_green() == {"one": noted}
+    (clone / "file").write_text("1")
+    (clone / "new").write_text("")
+    phases.everything([])
+    assert "green here already" not in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_a_phase_under_which_the_tree_moved_is_not_noted(clone, capsys, monkeypatch):
+    moving = "echo 2 > file && git commit -qam moved && echo '12 passed in 1 s'"
+    monkeypatch.setitem(phases.PHASES, "one", {"what": "w", "run": moving, "all": True})
+    assert phases.everything(["one"]) == 0
+    assert "not noted in green.toml, files differ" in capsys.readouterr().out
+    assert phases.read_green() == {}
 
 
 @pytest.mark.process

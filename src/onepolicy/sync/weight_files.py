@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from onepolicy.config import TrainingError, UsageError
 
 SHARD_BYTES = 2**30
 INDEX = "model.safetensors.index.json"
+LOCK = ".lock"
 
 
 class WeightFiles:
@@ -45,11 +47,14 @@ class WeightFiles:
             if not folder:
                 _refuse_foreign(base, setting)
             _remove_orphans(base)
-            prefix = f"{socket.gethostname()}.{os.getpid()}."
-            self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+            prefix = f".{socket.gethostname()}.{os.getpid()}."
+            hidden = Path(tempfile.mkdtemp(prefix=prefix, dir=base))  # until it is locked
+            lock = os.open(hidden / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            _try_lock(lock)
+            self.folder = hidden.rename(base / hidden.name[1:])
         except OSError as error:
             raise UsageError(f"{setting}: {base} cannot be written to: {error}") from error
-        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._remove = weakref.finalize(self, _remove_own, self.folder, lock)
 
     def write_version(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
         """Write the tensors to a folder in files of about SHARD_BYTES, in transformers' layout.
@@ -116,11 +121,19 @@ def _refuse_foreign(base: Path, setting: str) -> None:
         )
 
 
+def _remove_own(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
 def _remove_orphans(base: Path) -> None:
-    """Remove the folders of processes of this machine that have ended."""
+    """Remove the folders of processes of this host name that have ended.
+
+    Containers of one host name do not see each other's processes, so the lock says it too.
+    """
     for path in base.glob(f"{socket.gethostname()}.*.*"):
         pid = path.name.split(".")[-2]
-        if pid.isdecimal() and not _is_running(int(pid)):
+        if pid.isdecimal() and not _is_running(int(pid)) and not _is_used(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -130,6 +143,34 @@ def _is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
+        return True
+    return True
+
+
+def _is_used(folder: Path) -> bool:
+    """Return whether a process has locked the folder."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    except OSError:  # another user's
+        return True
+    try:
+        return not _try_lock(lock)
+    finally:
+        os.close(lock)
+
+
+def _try_lock(file: int) -> bool:
+    """Lock an open file. Return False if another process has locked it.
+
+    On a file system without locks, what is known of processes decides alone.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
         return True
     return True
 

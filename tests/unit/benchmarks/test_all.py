@@ -118,3 +118,30 @@ def test_a_command_of_this_commit_is_not_run_again(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(measurements, "state", lambda: {"commit": "d", "machine": "m"})
     measurements.main()
     assert ran[3:] == [first, second]
+    monkeypatch.setattr(measurements, "state", lambda: {"commit": "d, changed", "machine": "m"})
+    for _ in range(2):
+        measurements.main()
+    assert ran[5:] == 2 * [first, second]
+
+
+def test_a_command_that_failed_is_named_and_compares_nothing(tmp_path):
+    out = tmp_path / "out.jsonl"
+    both = [command for command in COMMANDS.values() if "audit.py" in command.run]
+    rest = {"commit": "c", "machine": "m", "stdout": ""}
+    lines = [{"command": command.run, **rest, "status": 0} for command in both]
+    out.write_text("\n".join(map(measurements.json.dumps, lines)))
+    whole = measurements.report(both, out)
+    lines.append(lines[1] | {"status": 1})
+    out.write_text("\n".join(map(measurements.json.dumps, lines)))
+    found = measurements.report(both, out)
+    assert whole.caption is None
+    assert found.caption == f"failed: {both[1].run}"
+    assert 0 < found.row_count < whole.row_count
+
+
+def test_a_command_without_its_venv_says_how_it_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(measurements, "ROOT", tmp_path)
+    monkeypatch.setattr(measurements, "state", lambda: {"commit": "c", "machine": "m"})
+    monkeypatch.setattr("sys.argv", ["all.py", "--only", "results/step"])
+    with pytest.raises(SystemExit, match=r"make \.venv-trl/\.ready"):
+        measurements.main()

@@ -275,7 +275,7 @@ def test_weights_arrive_whole_and_only_the_newest_files_stay(tmp_path, monkeypat
     first = files.write_version(weights(1), 1)
     second = files.write_version(weights(2), 2)
     assert not first.exists()
-    assert [path.name for path in files.folder.iterdir()] == ["version_2"]
+    assert [path.name for path in files.folder.glob("[!.]*")] == ["version_2"]
     index = json.loads((second / INDEX).read_text())["weight_map"]
     assert len(set(index.values())) > 1
     assert {path.name for path in second.glob("*.safetensors")} == set(index.values())
@@ -314,6 +314,9 @@ def test_folders_of_ended_processes_are_removed(tmp_path):
         (tmp_path / name).mkdir()
     files = WeightFiles(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} - {files.folder.name} == kept
+    of_container = files.folder.rename(tmp_path / f"{host}.{ended.pid}.x4")  # a pid of elsewhere
+    WeightFiles(str(tmp_path))
+    assert of_container.exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"rollout.engine.sync_dir: .*cannot be written to"):
         WeightFiles(str(tmp_path / "file"))
