@@ -341,12 +341,10 @@ def test_predicted_memory_with_logits_in_chunks(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", ["host", "8bit"])
+@pytest.mark.parametrize("state", ["host", pytest.param("8bit", marks=pytest.mark.envs)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_predicted_memory_of_states_elsewhere(state, dtype, monkeypatch):
     """In buckets of a third of the policy."""
-    if state == "8bit":
-        pytest.importorskip("torchao")
     for module in (streamed_adamw, memory):
         monkeypatch.setattr(module, "BUCKET_BYTES", 12 * 1_200_000)
     within_5_percent(benchmark.Case(state=state, dtype=dtype), "tiny")
