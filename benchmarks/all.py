@@ -187,7 +187,8 @@ def measure(command: Command, here: dict[str, Any]) -> dict[str, Any]:
     words = shlex.split(command.run)
     words[:1] = {"python": [command.python], "pytest": [command.python, "-m", "pytest"]}[words[0]]
     begun, load = time.time(), os.getloadavg()[0]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    ours = os.environ | {"PYTHONPATH": str(ROOT / "src")}  # other venvs have not installed it
+    done = subprocess.run(words, cwd=ROOT, env=ours, capture_output=True, text=True, check=False)
     line = {"command": command.run, **here, "load": [round(load, 1), round(os.getloadavg()[0], 1)]}
     line |= {"seconds": round(time.time() - begun), "status": done.returncode}
     if not done.returncode:
