@@ -204,7 +204,8 @@ class Session:
         """
         ids = completion.token_ids.tolist()
         tokenizer = self.history.renderer.tokenizer
-        if not any(each in decode_tokens(tokenizer, ids) for each in stop):
+        text = decode_tokens(tokenizer, ids)
+        if not any(each in text for each in stop):
             return completion, None
         low, high = 1, len(ids)  # the fewest tokens whose text has a stop text in it
         while low < high:
