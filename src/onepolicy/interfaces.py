@@ -23,11 +23,17 @@ NamedWeights = Iterable[tuple[str, Tensor]]
 class SampleFn(Protocol):
     """A function that samples one model turn after `tokens`.
 
-    max_tokens: most tokens of this turn; None: the run's limit.
+    max_tokens: most tokens of this turn; None: the run's limit. initial_prompt_len: of the turn's
+    conversation; 0: of the episode's first turn.
     """
 
     async def __call__(
-        self, tokens: Sequence[int], *, max_tokens: int | None = None, routes_from: int = 0
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        routes_from: int = 0,
+        initial_prompt_len: int = 0,
     ) -> Completion: ...
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,6 @@ from onepolicy.support.checks import SupportError
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sampling, TokenBatch
 
-HOST = "127.0.0.1"
 SECONDS_TO_END = 20
 """Seconds that turns may take after Ctrl-C."""
 
@@ -44,7 +45,6 @@ class GatewayOptions:
     """The options of the command, beside the settings."""
 
     out: Path
-    port: int
     name: str  # of the model, in /v1/models
     template: str | None  # a chat template in place of the tokenizer's
     thoughts: Thoughts
@@ -52,17 +52,18 @@ class GatewayOptions:
     secret: str | None  # None: a new one
 
 
-def run_gateway(tree: dict[str, Any], overrides: list[str], options: GatewayOptions) -> int:
-    """Serve programs until Ctrl-C."""
+def run_gateway(
+    tree: dict[str, Any], overrides: list[str], options: GatewayOptions, listener: socket.socket
+) -> int:
+    """Serve programs until Ctrl-C. listener: bound to an address."""
     app, episodes = build_gateway(tree, overrides, options)
     shown = "the one of --key-env"
     if options.secret is None:
         shown = episodes.secret
-    print_text(f"gateway: http://{HOST}:{options.port}  secret: {shown}")
-    uvicorn.run(
+    host, port = listener.getsockname()
+    print_text(f"gateway: http://{host}:{port}  secret: {shown}")
+    config = uvicorn.Config(
         app,
-        host=HOST,
-        port=options.port,
         http=HTTP,
         ws="none",
         limit_concurrency=raise_most_connections(),
@@ -70,6 +71,8 @@ def run_gateway(tree: dict[str, Any], overrides: list[str], options: GatewayOpti
         access_log=False,
         timeout_graceful_shutdown=SECONDS_TO_END,
     )
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
     return 0
 
 

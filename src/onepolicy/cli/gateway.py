@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import socket
 from pathlib import Path
 
 from onepolicy.cli.common import RUN_ONLY, Commands, add_command, prepare_process
@@ -16,7 +17,7 @@ from onepolicy.config.output_paths import check_output_path
 from onepolicy.console import print_status
 from onepolicy.gateway.conformance.command import SECONDS, run_conformance
 
-PORT = 8300
+HOST, PORT = "127.0.0.1", 8300
 SHORTEST_SECRET = 16
 OF_OURS = ("out", "engine", "port", "template", "thoughts", "turns", "tokens")
 """Options of a gateway that is made."""
@@ -54,7 +55,7 @@ def add_gateway(commands: Commands) -> None:
         metavar="URL",
         help="check the gateway at this address instead, whoever made it, by what programs send",
     )
-    gateway.add_argument("--port", type=int, metavar="N", help=f"of 127.0.0.1 (default: {PORT})")
+    gateway.add_argument("--port", type=int, metavar="N", help=f"of {HOST} (default: {PORT})")
     gateway.add_argument(
         "--template", metavar="FILE", help="chat template, in place of the model's"
     )
@@ -118,22 +119,36 @@ def run_gateway(arguments: argparse.Namespace) -> int:
             f"model.path: {config.model.path!r} is set, but the command's model is "
             f"{arguments.model!r}; name it once, as the command's first word"
         )
-    check_model_path(config.model.path)
-    prepare_process(config.train.threads)
-    print_status(f"loading {arguments.model}")
-    from onepolicy.build import gateway
-    from onepolicy.gateway.session import Limits
+    with _bind(port) as listener:
+        check_model_path(config.model.path)
+        prepare_process(config.train.threads)
+        print_status(f"loading {arguments.model}")
+        from onepolicy.build import gateway
+        from onepolicy.gateway.session import Limits
 
-    options = gateway.GatewayOptions(
-        out=out,
-        port=port,
-        name=Path(arguments.model).name,
-        template=template,
-        thoughts=arguments.thoughts or "keep",
-        limits=Limits(arguments.turns, arguments.tokens),
-        secret=secret,
-    )
-    return gateway.run_gateway(tree, overrides, options)
+        options = gateway.GatewayOptions(
+            out=out,
+            name=Path(arguments.model).name,
+            template=template,
+            thoughts=arguments.thoughts or "keep",
+            limits=Limits(arguments.turns, arguments.tokens),
+            secret=secret,
+        )
+        return gateway.run_gateway(tree, overrides, options, listener)
+
+
+def _bind(port: int) -> socket.socket:
+    """Return a socket of this port, which refuses connections until the server listens."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"--port: {port} of {HOST} cannot be used ({error.strerror}); give another one"
+        ) from None
+    return listener
 
 
 def _check_gateway(arguments: argparse.Namespace) -> int:

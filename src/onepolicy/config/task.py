@@ -307,7 +307,7 @@ class ProgramTask(EpisodeTask):
     max_turns: SmallCount = 64
     """Most model turns of an episode, all conversations together; later requests are refused."""
     max_tokens: Tokens | None = None
-    """Most sampled tokens of an episode; later requests are refused. Unset: the context."""
+    """Most sampled tokens of an episode; later requests are refused. Unset: no limit."""
     seconds: PositiveFloat = 600.0
     """Wall time of an episode [s]. A program that still runs then is ended."""
     concurrency: int = Field(16, gt=0, le=2**12)

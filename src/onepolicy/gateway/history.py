@@ -12,7 +12,9 @@ a client asks the same again and goes on from one of the answers, the others are
 
 from __future__ import annotations
 
+import hashlib
 import math
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,12 +155,15 @@ class History:
         facts = tuple(dict.fromkeys(plan.facts + self._facts_about(completion, versions)))
         if asked is None:
             asked = number
-        root, family = self._family_of(plan, asked)
-        if any(each.key == plan.key for each in family):
+        key = _key_of(plan)
+        root, family = self._family_of(plan, key, asked)
+        siblings = [each for each in family if each.key == key]
+        if siblings:
             facts = (*facts, Reason.RETRY_SIBLING)
-        path = self._path_for(plan, family)
+        path = self._path_for(plan, siblings)
         start = len(path.tokens)
         assert path.tokens == plan.tokens
+        path.forget_route(start - 1)  # of another turn's forward; this one has its own
         _append(path, completion)
         text = decode_tokens(self.renderer.tokenizer, completion.token_ids.tolist())
         if stop is not None:
@@ -167,7 +172,8 @@ class History:
         self._calls += len(message.calls)
         turn = Turn(
             number,
-            plan.key,
+            asked,
+            key,
             plan.request,
             message,
             root,
@@ -252,7 +258,7 @@ class History:
                 key = chain_key(key, Message("assistant", message.thought))
         if not found:
             return None, 0, key, False
-        best = min(found, key=lambda turn: (found[turn], -turn.number))
+        best = min(found, key=lambda turn: (found[turn], -turn.asked))
         return best, place, key, found[best]
 
     def _accepts_thoughts(self, sent: Message, served: Message) -> bool:
@@ -306,12 +312,13 @@ class History:
         That takes seconds a megabyte, in which nothing else is served.
         """
         texts = [each for message in request.messages for each in (message.text, message.thought)]
-        texts += [call.arguments for message in request.messages for call in message.calls]
-        size = sum(map(len, texts)) + len(repr(request.tools))
-        most = MOST_CHARACTERS * self.max_len
-        if size > most:
+        calls = [call for message in request.messages for call in message.calls]
+        texts += [text for call in calls for text in (call.name, call.arguments)]
+        size, count = sum(map(len, texts)) + len(repr(request.tools)), len(request.messages)
+        if size > MOST_CHARACTERS * (self.max_len - count - len(calls)):  # each has a token or more
             raise RequestError(
-                f"the conversation has {size:,} characters, and {self.max_len} tokens fit",
+                f"the conversation has {count:,} messages, {len(calls):,} calls, {size:,} "
+                f"characters, and {self.max_len} tokens fit",
                 code="context_length_exceeded",
             )
 
@@ -345,35 +352,34 @@ class History:
             facts.append(Reason.UNKNOWN_VERSION)
         return tuple(facts)
 
-    def _family_of(self, plan: Plan, asked: int) -> tuple[Root, list[Turn]]:
+    def _family_of(self, plan: Plan, key: bytes, asked: int) -> tuple[Root, list[Turn]]:
         """Return the root of a planned turn, made if it is new, and the turns beside it."""
         if plan.parent is not None:
             return plan.parent.root, plan.parent.children
-        root = next((root for root in self.roots if root.key == plan.key), None)
+        root = next((root for root in self.roots if root.key == key), None)
         if root is None:
             left = plan.left.root if plan.left else None
-            root = Root(plan.key, plan.request, plan.tokens, plan.break_, left, asked)
+            root = Root(key, plan.request, plan.tokens, plan.break_, left, asked)
             self.roots.append(root)
         return root, root.children
 
-    def _path_for(self, plan: Plan, family: Sequence[Turn]) -> Trajectory:
+    def _path_for(self, plan: Plan, siblings: Sequence[Turn]) -> Trajectory:
         """Return a path of exactly the plan's tokens, to append the turn to.
 
         A turn goes on with its parent's path if that ends there. A turn that is sampled again takes
         the path of the one before, unless that was continued.
         """
-        start = len(plan.tokens)
         parent = plan.parent
         if parent is not None and len(parent.path.tokens) == parent.length:
             parent.path.append_observation(plan.tail)
             return parent.path
-        for older in family:
-            owns = len(older.path.tokens) == older.length and older.start == start
-            if older.key == plan.key and owns and not older.children:
+        for older in siblings:
+            owns = len(older.path.tokens) == older.length
+            if owns and not older.children:
                 path = older.path
                 if parent is not None and path is not parent.path:
                     continue
-                path.truncate(start)
+                path.truncate(older.start)
                 older.path = path.rewrite_history(path.tokens)
                 _append(older.path, older.completion)
                 return path
@@ -382,6 +388,12 @@ class History:
         if plan.left is not None:
             return plan.left.path.rewrite_history(plan.tokens)
         return Trajectory(plan.tokens, duplicate_routes=self.duplicate_routes)
+
+
+def _key_of(plan: Plan) -> bytes:
+    """Return a digest of a request and its tokens: one meaning may be rendered in several ways."""
+    tokens = array("q", plan.tokens).tobytes()
+    return hashlib.blake2b(plan.key + tokens, digest_size=16).digest()
 
 
 def _append(path: Trajectory, completion: Completion) -> None:

@@ -35,7 +35,6 @@ from onepolicy.gateway.rendering import Renderer
 from onepolicy.gateway.server import make_app
 from onepolicy.gateway.session import Limits, Session
 from onepolicy.gateway.socket_folder import SocketFolder
-from onepolicy.gateway.turns import Reason
 from onepolicy.interfaces import EpisodeError, MetricsSource, Problem, SampleFn
 from onepolicy.types import Completion, Sample
 
@@ -43,10 +42,6 @@ LOG = logging.getLogger(__name__)
 PROMPT = "{prompt}"
 MODEL = "policy"
 """The model's name that programs are told; they may ask for any."""
-BREAKS = (
-    *(Reason.RETOKENISED, Reason.SYSTEM_CHANGED, Reason.TOOLS_CHANGED, Reason.COMPACTION),
-    *(Reason.TRUNCATED_TURN, Reason.UNKNOWN_ASSISTANT, Reason.THOUGHTS_DROPPED),
-)
 LARGEST_REWARD = 1e9
 CONNECTIONS, CONNECTIONS_OF_PROGRAM = 64, 16
 """Open connections to the gateway: some, and so many for each program that may run."""
@@ -118,7 +113,10 @@ class Programs:
         async def sample_turn(plan: Plan, number: int, max_tokens: int) -> tuple[Completion, None]:
             try:
                 completion = await sample(
-                    plan.tokens, max_tokens=max_tokens, routes_from=plan.routes_from
+                    plan.tokens,
+                    max_tokens=max_tokens,
+                    routes_from=plan.routes_from,
+                    initial_prompt_len=plan.initial_prompt_len,
                 )
             except Exception as error:  # the run's, not the program's: it ends the episode
                 failures.append(error)
@@ -188,7 +186,7 @@ class Programs:
         ends["episodes"] += 1
         ends["seconds"] += seconds
         ends["paths"] += len(history.last_turns())
-        ends["broken"] += sum(counts[str(reason)] for reason in BREAKS)
+        ends["broken"] += sum(root.break_ is not None for root in history.roots)
         ends["abandoned"] += counts["abandoned"]
         ends["auxiliary"] += counts["auxiliary"]
         ends["out_of_time"] += ended.status is None

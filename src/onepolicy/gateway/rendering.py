@@ -201,7 +201,8 @@ class Renderer:
         for message in messages:
             texts += [message.text, message.thought]
             texts += [f"{call.name} {call.arguments}" for call in message.calls]
-        return Placeholders(texts, self.tokenizer.all_special_tokens)
+        added = self.tokenizer.added_tokens_decoder.values()
+        return Placeholders(texts, [str(token) for token in added if token.special])
 
     def _write(
         self,

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -111,7 +112,7 @@ class _Handler:
         repeated = key is not None or http.headers.get("x-stainless-retry-count", "0") != "0"
         # One body may be asked in two dialects. A key counts for one of them.
         key = f"{http.url.path} {key or digest}"
-        answer = session.answer(question.request, key, repeated=repeated)
+        answer = session.answer(question.request, key, digest, repeated=repeated)
         work = asyncio.ensure_future(answer)
         if not question.stream:
             await asyncio.wait({work})
@@ -251,6 +252,8 @@ async def _read_body(http: HTTPRequest) -> tuple[Body, str]:
     except TimeoutError:
         said = f"the body was not there after {SECONDS_TO_SEND} s"
         raise RequestError(said, status=408, code="timeout") from None
+    except ClientDisconnect:
+        raise RequestError("the client went away", status=408) from None
     data = b"".join(parts)
     try:
         body = finite_json(data)

@@ -104,35 +104,38 @@ class Session:
         self._turn_ended = asyncio.Event()
         self._closed = False
         self._work: set[asyncio.Future[Turn]] = set()
-        self._answers: dict[str, asyncio.Future[Turn]] = {}
+        self._answers: dict[str, tuple[str, asyncio.Future[Turn]]] = {}  # with their digests
 
     async def answer(
-        self, request: Request, key: str | None = None, *, repeated: bool = False
+        self, request: Request, key: str | None = None, digest: str = "", *, repeated: bool = False
     ) -> Turn:
         """Return the next turn of a conversation.
 
-        key: the same for all tries of a client's request. repeated: this is a later try. It gets
-        the first one's answer, also while that is being sampled. Raises RequestError if the request
-        cannot be served.
+        key, digest: the same for all tries of a client's request, and of its body. repeated: this
+        may be a later try. It gets the first one's answer, also while that is being sampled. Raises
+        RequestError if the request cannot be served, or has the key of another one.
         """
         if self._closed:
             raise RequestError("this episode has ended", status=409, code="ended")
-        known = self._answers.get(key or "")
+        first, known = self._answers.get(key or "", ("", None))
         if known is not None and repeated:
+            if digest != first:
+                said = "idempotency-key: is of a request with another body; give each its own"
+                raise RequestError(said, status=422)
             self.replayed += 1
         else:
             known = asyncio.ensure_future(self._sample(request))
             self._work.add(known)
             known.add_done_callback(self._work.discard)
             if key is not None:
-                self._answers[key] = known
+                self._answers[key] = digest, known
             while len(self._answers) > MOST_ANSWERS:
                 del self._answers[next(iter(self._answers))]
         try:
             return await asyncio.shield(known)  # the next try needs it if this client hangs up
         finally:
             failed = known.done() and (known.cancelled() or known.exception() is not None)
-            if failed and key is not None and self._answers.get(key) is known:
+            if failed and key is not None and self._answers.get(key) == (digest, known):
                 del self._answers[key]
 
     async def close(self) -> None:
@@ -204,7 +207,8 @@ class Session:
         """
         ids = completion.token_ids.tolist()
         tokenizer = self.history.renderer.tokenizer
-        if not any(each in decode_tokens(tokenizer, ids) for each in stop):
+        text = decode_tokens(tokenizer, ids)
+        if not any(each in text for each in stop):
             return completion, None
         low, high = 1, len(ids)  # the fewest tokens whose text has a stop text in it
         while low < high:

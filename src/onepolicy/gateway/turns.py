@@ -49,8 +49,9 @@ class Break:
 class Root:
     """A conversation from its first prompt on.
 
-    break_: how it leaves another one, `left`; None for one that leaves none. `left` is also None if
-    no turn of the episode is in its history. asked: the place of its first request among all.
+    key: of its first turns. break_: how it leaves another one, `left`; None for one that leaves
+    none. `left` is also None if no turn of the episode is in its history. asked: the place of its
+    first request among all.
     """
 
     key: bytes
@@ -83,8 +84,9 @@ class Root:
 class Turn:
     """A turn that was served."""
 
-    number: int  # in the episode
-    key: bytes  # of the request
+    number: int  # in the episode, by the end of its sampling
+    asked: int  # the place of its request among all
+    key: bytes  # digest of the request, and of the tokens that it was sampled after
     request: Request
     message: Message  # as it was served
     root: Root
@@ -112,7 +114,7 @@ class Turn:
         if self.children:
             return False
         return any(
-            bool(turn.children) or turn.number > self.number
+            bool(turn.children) or turn.asked > self.asked
             for turn in self.siblings
             if turn is not self
         )

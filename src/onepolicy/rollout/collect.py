@@ -86,14 +86,18 @@ async def play_episode(
     `seeds(turn)` is the seed of the turn's request. Routes are checked as they arrive. name: of
     the episode, for errors.
     """
-    turn = initial_prompt_len = 0
+    turn = first = 0
 
     async def sample(
-        tokens: Sequence[int], *, max_tokens: int | None = None, routes_from: int = 0
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        routes_from: int = 0,
+        initial_prompt_len: int = 0,
     ) -> Completion:
-        nonlocal turn, initial_prompt_len
+        nonlocal turn, first
         turn += 1
-        initial_prompt_len = initial_prompt_len or len(tokens)
+        first = first or len(tokens)
         limit = sampling.max_tokens
         if max_tokens is not None:
             limit = min(max_tokens, limit)
@@ -101,7 +105,7 @@ async def play_episode(
             sampling,
             max_tokens=limit,
             routes_from=routes_from,
-            initial_prompt_len=initial_prompt_len,
+            initial_prompt_len=initial_prompt_len or first,
         )
         completion = await engine.generate(tokens, turn_sampling, seed=seeds(turn - 1))
         turn_name = f"{name}, turn {turn - 1}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import httpx2
 import pytest
@@ -26,7 +27,6 @@ SETTINGS = [f"model.path={MODEL}", "rollout.sampling.max_tokens=12"]
 def options_of(tmp_path):
     return GatewayOptions(
         out=tmp_path / "out",
-        port=1,
         name="small",
         template=TEMPLATE,
         thoughts="keep",
@@ -140,11 +140,17 @@ def test_an_episode_whose_scoring_fails_is_noted_and_kept(tmp_path, monkeypatch)
 
 
 def test_the_server_gives_turns_some_seconds_to_end(tmp_path, monkeypatch):
+    """It uses the socket that was bound before the model was loaded, and Ctrl-C is its end."""
     seen = []
-    monkeypatch.setattr("uvicorn.run", lambda app, **how: seen.append(how))
-    options = options_of(tmp_path)
-    assert run_gateway({}, SETTINGS, options) == 0
-    assert [(how["host"], how["timeout_graceful_shutdown"]) for how in seen] == [("127.0.0.1", 20)]
+
+    def run(server, sockets):
+        seen.append((server.config.timeout_graceful_shutdown, sockets))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("uvicorn.Server.run", run)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert run_gateway({}, SETTINGS, options_of(tmp_path), listener) == 0
+    assert seen == [(20, [listener])]
 
 
 def test_an_episode_that_nobody_ended_is_noted(tmp_path):

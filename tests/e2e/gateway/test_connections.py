@@ -1,6 +1,7 @@
 """Connections to a gateway: how many there may be, and when one is closed."""
 
 import asyncio
+import functools
 import resource
 
 import pytest
@@ -10,17 +11,22 @@ from onepolicy.gateway import connections, program_task
 
 pytestmark = pytest.mark.gateway
 HELLO = b"GET / HTTP/1.1\r\nhost: gateway\r\n\r\n"
-NO_KEY = b"POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-length: 100\r\n\r\n{"
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-length: 100\r\n"
+NO_KEY = POST + b"\r\n{"
 
 
-def on_gateway(play, programs=1):
-    """Run a coroutine function that gets a function which opens a connection to a gateway."""
+def on_gateway(play, programs=1, episodes=()):
+    """Run a coroutine function with a function that opens a connection to a gateway.
+
+    It also gets the keys of these episodes.
+    """
 
     async def run():
         gateway = program_task._Gateway(programs)
         await gateway.start()
         try:
-            return await play(lambda: asyncio.open_unix_connection(str(gateway.socket)))
+            connect = functools.partial(asyncio.open_unix_connection, str(gateway.socket))
+            return await play(connect, *(gateway.open(name, None) for name in episodes))
         finally:
             await gateway.stop()
 
@@ -53,6 +59,22 @@ def test_a_connection_without_a_new_head_is_closed(monkeypatch, sent):
         return await is_closed(reader, 30)
 
     assert on_gateway(play)
+
+
+def test_a_client_that_goes_away_while_it_sends_is_no_error_of_ours(caplog):
+    async def play(connect, key):
+        reader, writer = await connect()
+        writer.write(POST + f"authorization: Bearer {key}\r\nexpect: 100-continue\r\n\r\n".encode())
+        await reader.readuntil(b"100 Continue\r\n")
+        writer.close()
+        await writer.wait_closed()
+        reader, writer = await connect()
+        writer.write(HELLO)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    on_gateway(play, episodes=["a"])
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_a_program_cannot_take_the_files_of_the_run(monkeypatch):

@@ -20,6 +20,14 @@ PRODUCTS = {"kind": "gym", "name": "products", "params": {"min_digits": 1, "max_
 SAMPLING = Sampling(1.0, 200, top_p=0.9, support=True)
 
 
+async def ask(key, gateway, messages, **more):
+    transport = httpx2.AsyncHTTPTransport(uds=str(gateway))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"messages": messages} | more
+        return await client.post("/v1/chat/completions", json=body, headers=headers)
+
+
 class Sandbox:
     """Plays a program: it asks once and prints the answer. One that reads `wait` asks when another
     has ended."""
@@ -36,11 +44,7 @@ class Sandbox:
         more = {}
         if stdin == "ask wrongly":
             more = {"tools": [{"type": "custom"}]}
-        transport = httpx2.AsyncHTTPTransport(uds=str(gateway))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
-            body = {"messages": [{"role": "user", "content": stdin}]} | more
-            headers = {"authorization": f"Bearer {key}"}
-            answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+        answer = await ask(key, gateway, [{"role": "user", "content": stdin}], **more)
         if answer.is_error:
             return Ended(1, "", "refused", None)
         return Ended(0, answer.json()["choices"][0]["message"]["content"], "", None)
@@ -73,6 +77,31 @@ def test_a_gateway_runs_as_long_as_an_episode_uses_it(programs):
     assert first == second != third
     assert not any(gateway.parent.exists() for gateway in (first, third))
     assert programs.take_metrics()["program/out_of_time"] == 0
+
+
+@pytest.mark.parametrize("system", ["You help.", "You help well."])
+def test_a_sub_agent_without_its_thoughts_is_not_broken_and_keeps_its_place(programs, system):
+    """With another system message its second turn begins anew."""
+    engine = RecordingEngine(TOKENIZER, ["<think>\nhm\n</think>\n\n6"])
+
+    async def delegate(command, stdin, key, gateway):
+        await ask(key, gateway, [{"role": "user", "content": stdin}])
+        helper = [{"role": "system", "content": "You help."}, {"role": "user", "content": "part"}]
+        answer = await ask(key, gateway, helper)
+        turn = {"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]}
+        helper[0] = {"role": "system", "content": system}
+        await ask(key, gateway, [*helper, turn, {"role": "user", "content": "go on"}])
+        return Ended(0, "6", "", None)
+
+    programs.sandbox.run = delegate
+    problem, seeds = Problem(0, "2*3", "6"), range(3).index
+    samples = asyncio.run(play_episode(engine, programs, problem, SAMPLING, seeds))
+    broken = system != "You help."
+    assert len(samples) == 2 + broken
+    assert programs.take_metrics()["program/broken"] == broken
+    asked = [(len(prompt), how.initial_prompt_len) for prompt, how, _ in engine.requests]
+    begun = [asked[0][0], asked[1][0], asked[1 + broken][0]]
+    assert [first for _, first in asked] == begun
 
 
 def test_a_program_that_asks_for_no_turn_is_no_episode(programs):

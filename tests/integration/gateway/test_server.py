@@ -60,8 +60,11 @@ def test_a_retry_gets_the_same_bytes():
     named = {"idempotency-key": "k"}
     third = app.post(path, PATHS[path], headers=named)
     assert app.post(path, PATHS[path], headers=named).content == third.content
+    other = app.post(path, PATHS[path] | {"stream": True}, headers=named)
+    assert (other.status_code, "with another body" in other.text) == (422, True)
+    assert app.post(path, PATHS[path], headers=named).content == third.content
     assert len(app.engine.requests) == 3
-    assert app.episodes.find(app.key).replayed == 3
+    assert app.episodes.find(app.key).replayed == 4
 
 
 def test_a_stream_waits_with_pings_and_ends_with_its_error():

@@ -131,6 +131,51 @@ def test_one_conversation_in_three_forms(dialect):
     assert (question.model, question.stream) == ("m", False)
 
 
+BRIEF = {
+    chat: {"messages": [{"role": "user", "content": "x"}]},
+    anthropic: {"messages": [{"role": "user", "content": "x"}]},
+    responses: {"input": "x"},
+}
+JSON = {"type": "json_schema", "schema": {}}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "given"),
+    [
+        (chat, {"response_format": JSON}, ("response_format", "json_schema")),
+        (chat, {"parallel_tool_calls": False}, ("parallel_tool_calls", False)),
+        (responses, {"parallel_tool_calls": False}, ("parallel_tool_calls", False)),
+        (responses, {"text": {"format": JSON}}, ("text.format", "json_schema")),
+        (responses, {"reasoning": {"effort": "low"}}, ("reasoning.effort", "low")),
+        (anthropic, {"thinking": {"type": "adaptive"}}, ("thinking", "adaptive")),
+        (anthropic, {"output_config": {"effort": "low"}}, ("output_config.effort", "low")),
+        (anthropic, {"output_config": {"format": JSON}}, ("output_config.format", JSON)),
+        (
+            anthropic,
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            ("disable_parallel_tool_use", True),
+        ),
+    ],
+)
+def test_what_a_client_asks_of_sampling_is_noted(dialect, body, given):
+    assert dialect.read(BRIEF[dialect] | body).request.sampling == (given,)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (chat, {"response_format": {"type": "text"}, "parallel_tool_calls": True}),
+        (chat, {"tool_choice": "auto"}),
+        (responses, {"text": {"format": {"type": "text"}}, "parallel_tool_calls": True}),
+        (responses, {"text": {}, "reasoning": {"effort": None, "summary": "auto"}}),
+        (anthropic, {"thinking": {"type": "disabled"}, "output_config": {"effort": None}}),
+        (anthropic, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}),
+    ],
+)
+def test_what_a_client_asks_by_default_is_not_noted(dialect, body):
+    assert dialect.read(BRIEF[dialect] | body).request.sampling == ()
+
+
 def reply(finish="calls", message=CONVERSATION[2], stop=None):
     return Reply("r1", "m", 9, message, finish, stop, 30, 5)
 
@@ -250,6 +295,7 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
         (chat, {"messages": [USER], "max_tokens": 0}, "^max_tokens: 0 given"),
         (chat, {"messages": [USER], "max_tokens": True}, "^max_tokens: bool given"),
         (chat, {"messages": [USER], "stop": [1]}, "^stop"),
+        (chat, {"messages": [USER], "stop": ["x"] * 65}, "^stop: 65 texts given"),
         (chat, {"messages": [USER], "tools": [{"type": "custom"}]}, r"^tools\[0\].type"),
         (anthropic, {"messages": [{"role": "user", "content": IMAGE}]}, "'image_url' is neither"),
         (anthropic, {"messages": [{"role": "tool"}]}, "'tool' is not user"),

@@ -1,5 +1,7 @@
 """Mistakes in the command `onepolicy gateway`, said before anything is loaded."""
 
+import socket
+
 import pytest
 
 from onepolicy.cli import main
@@ -34,6 +36,13 @@ def refused(monkeypatch, capsys, tmp_path):
 def test_mistakes(refused, monkeypatch, words, said):
     monkeypatch.setenv("GATEWAY_TEST_SECRET", "short")
     assert said in refused(*words)
+
+
+def test_a_port_that_another_process_has_is_noticed_before_the_model_is_loaded(refused):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = f"--port: {port} of 127.0.0.1 cannot be used"
+        assert said in refused("--port", str(port))
 
 
 def test_packages_that_are_missing(refused):

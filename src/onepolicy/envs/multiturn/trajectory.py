@@ -107,6 +107,10 @@ class Trajectory:
         self.turns = max(self._turn) + 1
         self.finish = "stop"
 
+    def forget_route(self, token: int) -> None:
+        """Take out the route of a token, for that of the completion after it."""
+        self._routes.forget(token)
+
     def fork(self) -> Trajectory:
         """Return an independent copy."""
         return copy.deepcopy(self)
@@ -236,6 +240,10 @@ class RouteBuffer:
         last = max(length - 1, 0)  # refused for the sake of the token after it
         self._valid[length:] = self._refused[last:] = False
         self._known = min(self._known, last)
+
+    def forget(self, token: int) -> None:
+        self._valid[token : token + 1] = False
+        self._known = min(self._known, token)
 
     def to_trace(self, slots: int) -> RoutingTrace | None:
         """Return rows [0, slots), or None if no forward pass ever returned a row."""

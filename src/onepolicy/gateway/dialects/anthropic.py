@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from onepolicy.gateway.dialects.common import (
     Body,
@@ -51,16 +52,12 @@ def read(body: Body) -> Question:
             messages.append(_read_turn(message, path))
         else:
             raise RequestError(f"{path}role: {role!r} is not user, assistant or system")
-    given = list(read_sampling(body, SAMPLING))
-    choice = take(body, "tool_choice", dict) or {}
-    if choice.get("type") not in (None, "auto"):
-        given.append(("tool_choice", choice["type"]))
     request = Request(
         tuple(messages),
         _read_tools(body),
         take_limit(body, "max_tokens"),
         read_stop(body, "stop_sequences"),
-        tuple(given),
+        _read_overridden(body),
     )
     return Question(request, take(body, "model", str) or "", bool(take(body, "stream", bool)))
 
@@ -114,6 +111,22 @@ def write_error(error: RequestError) -> Body:
 def write_stream_error(error: RequestError) -> str:
     """Return the event of an error after the stream has begun."""
     return _event(write_error(error))
+
+
+def _read_overridden(body: Body) -> tuple[tuple[str, Any], ...]:
+    """Return the settings of sampling that a client gave."""
+    given = list(read_sampling(body, SAMPLING))
+    choice = take(body, "tool_choice", dict) or {}
+    if choice.get("type") not in (None, "auto"):
+        given.append(("tool_choice", choice["type"]))
+    if choice.get("disable_parallel_tool_use"):
+        given.append(("disable_parallel_tool_use", True))
+    thinking = take(body, "thinking", dict) or {}
+    if thinking.get("type") not in (None, "disabled"):
+        given.append(("thinking", thinking["type"]))
+    output = take(body, "output_config", dict) or {}
+    given += [(f"output_config.{name}", each) for name, each in output.items() if each is not None]
+    return tuple(given)
 
 
 def _read_tools(body: Body) -> tuple[Tool, ...]:

@@ -74,6 +74,8 @@ def read_overridden(body: Body) -> tuple[tuple[str, Any], ...]:
     given = list(read_sampling(body, SAMPLING))
     if body.get("tool_choice") not in (None, "auto"):
         given.append(("tool_choice", body["tool_choice"]))
+    if take(body, "parallel_tool_calls", bool) is False:
+        given.append(("parallel_tool_calls", False))
     form = take(body, "response_format", dict) or {}
     if form.get("type") not in (None, "text"):
         given.append(("response_format", form["type"]))

@@ -16,6 +16,8 @@ SERVER_TOOLS = (
     *("image_generation", "mcp", "tool_search_tool"),
 )
 """Beginnings of the types of tools that a provider's servers run."""
+MOST_STOPS = 64
+"""Stop texts of a request. Each is looked for in every turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,8 @@ def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
         value = [value]
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise RequestError(f"{name}: expected a text or a list of texts")
+    if len(value) > MOST_STOPS:
+        raise RequestError(f"{name}: {len(value)} texts given, {MOST_STOPS} may be")
     return tuple(each for each in value if each)
 
 

@@ -50,8 +50,7 @@ def read(body: Body) -> Question:
     else:
         messages += _read_items(need(body, "input", list))
     limit = take_limit(body, "max_output_tokens")
-    overridden = chat.read_overridden(body)
-    request = Request(tuple(messages), _read_tools(body), limit, (), overridden)
+    request = Request(tuple(messages), _read_tools(body), limit, (), _read_overridden(body))
     return Question(request, take(body, "model", str) or "", bool(take(body, "stream", bool)))
 
 
@@ -83,6 +82,18 @@ def write_stream_error(error: RequestError) -> str:
     """Return the event of an error after the stream has begun."""
     body: Body = {"type": "error", "code": error.code, "message": str(error), "param": None}
     return event(body | {"sequence_number": 0}, "error")
+
+
+def _read_overridden(body: Body) -> tuple[tuple[str, Any], ...]:
+    """Return the settings of sampling that a client gave."""
+    given = list(chat.read_overridden(body))
+    form = take(take(body, "text", dict) or {}, "format", dict, "text.") or {}
+    if form.get("type") not in (None, "text"):
+        given.append(("text.format", form["type"]))
+    effort = (take(body, "reasoning", dict) or {}).get("effort")
+    if effort is not None:
+        given.append(("reasoning.effort", effort))
+    return tuple(given)
 
 
 def _read_tools(body: Body) -> tuple[Tool, ...]:
