@@ -31,7 +31,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 def recurrent_layers(model: PreTrainedModel) -> str:
     """Return the kinds of layers that are not attention to earlier tokens; "" if there are none."""
     recurrent = set(_recurrent_kinds(model).values())
-    if not recurrent and model._is_stateful:
+    # A model of a hybrid family may be all attention.
+    said = layer_kinds(model.config.get_text_config()) and not recurrent_places(model)
+    if not recurrent and model._is_stateful and not said:
         return "recurrent"
     return ", ".join(sorted(recurrent))
 

@@ -7,7 +7,12 @@ import torch
 
 from onepolicy.config import Fp8, Fp8Weight, HFEngineConfig, Int8, UsageError
 from onepolicy.models.cache_size import state_bytes
-from onepolicy.models.prepare import has_one_per_layer, prepare_for_training, unknown_layers
+from onepolicy.models.prepare import (
+    has_one_per_layer,
+    prepare_for_training,
+    recurrent_layers,
+    unknown_layers,
+)
 from onepolicy.models.recurrent import layers
 from onepolicy.models.recurrent.segments import Row
 from onepolicy.rollout.copies import quantise_policy
@@ -162,6 +167,16 @@ def test_a_layer_that_decodes_a_token_otherwise_is_found(monkeypatch):
 
     monkeypatch.setitem(layers.OPERATORS, "torch_chunk_gated_delta_rule", forgets)
     assert isinstance(engine("qwen3_5_text").batch, StaticBatch)
+
+
+def test_a_model_of_a_hybrid_family_may_be_all_attention():
+    config = hybrid("qwen3_5_text").config
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    model = type(hybrid("qwen3_5_text"))(config).eval()
+    assert recurrent_layers(model) == ""
+    prepare_for_training(model, torch.device("cpu"))
+    config.layer_types = None  # then its family decides
+    assert recurrent_layers(model) == "recurrent"
 
 
 def test_layers_without_exactly_one_known_mixer_are_not_taken_for_known(caplog):
