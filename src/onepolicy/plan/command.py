@@ -54,7 +54,7 @@ def plan_and_show(
     traffic = communication_volume(planner.dims, settled, planner.work, chosen.split.learners)
     if json_file is not None:
         tree = plan_tree(planner, chosen, options, lines, traffic)
-        write_text_atomically(json_file, json.dumps(tree, indent=1) + "\n")
+        write_text_atomically(json_file, json.dumps(tree, indent=1, allow_nan=False) + "\n")
     for part in render_plan(planner, chosen, options, lines, traffic, constants=constants):
         console.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
     if config.replay.mode != "off" and not planner.dims.experts:

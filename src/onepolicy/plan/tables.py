@@ -117,12 +117,15 @@ def plan_tree(
 def _option_tree(option: PlanOption) -> Tree:
     learner = asdict(option.learner) | {"total": option.learner_used, "room": option.learner_room}
     steps = {"step": option.seconds, "overlapped": option.overlapped}
+    engine = asdict(option.engine)
+    if math.isinf(option.engine.room):  # JSON has no infinity
+        engine["room"] = None
     return {
         "split": asdict(option.split),
         "fits": option.fits,
         "learner_bytes": learner,
         "host_state_bytes": option.host_state,
-        "engine": asdict(option.engine),
+        "engine": engine,
         "start_bytes": asdict(option.start),
         "checkpoint": asdict(option.save) | {"in_time": option.save.in_time},
         "seconds": option.phase_seconds | steps,
