@@ -30,6 +30,7 @@ from onepolicy.config.output_paths import (
     check_new_run_folder,
     not_writable_error,
 )
+from onepolicy.config.stored_config import resume_command
 from onepolicy.console import print_status
 from onepolicy.files import DISK_FULL, open_lock, write_text_atomically
 from onepolicy.run.log_digest import digest_problems
@@ -183,7 +184,7 @@ def convert_write_errors(run: Path) -> Iterator[None]:
                 fix = f"Fix that ({error.filename or run})"
         raise TrainingError(
             f"{run}: cannot be written to: {problem}; complete checkpoints are kept. {fix}, then "
-            f"continue with `onepolicy train --resume {run}`{_without_checkpoint(run)}"
+            f"continue with {resume_command(run)}{_without_checkpoint(run)}"
         ) from error
 
 
