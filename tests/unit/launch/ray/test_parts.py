@@ -4,8 +4,10 @@ import copyreg
 import dataclasses
 import io
 import pickle
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -17,7 +19,13 @@ connect.prepare_environment(own=True)  # for tests in this process that start Ra
 ray = pytest.importorskip("ray")
 from ray import cloudpickle  # noqa: E402
 
-from onepolicy.config import RunConfig, TrainingError, UsageError, resolve  # noqa: E402
+from onepolicy.config import (  # noqa: E402
+    RunConfig,
+    ServiceUnavailable,
+    TrainingError,
+    UsageError,
+    resolve,
+)
 from onepolicy.launch.ray.placement import ResourceRequest  # noqa: E402
 from onepolicy.launch.ray.tensors import bytes_of, tensor_of  # noqa: E402
 from onepolicy.replay.checks import RoutingError  # noqa: E402
@@ -52,6 +60,47 @@ def test_the_connection_ends_with_the_run(monkeypatch):
     with pytest.raises(TrainingError), connect.open_ray_launcher(settings(), print):
         raise TrainingError("the run's")
     assert calls == ["init", "launcher", "shutdown"]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_handler_of_sigterm_outlives_the_start_of_ray(elsewhere, monkeypatch):
+    """It reports the run. elsewhere: in another thread, where Ray sets none."""
+
+    def own(*_):
+        pass
+
+    def init(**_):
+        if not elsewhere:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+
+    def connected():
+        with connect._connected(settings(), settings().cluster):
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    found, before = [], signal.signal(signal.SIGTERM, own)
+    try:
+        if elsewhere:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(connected).result()
+        else:
+            connected()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert found == [own]
+
+
+def test_an_ipv6_address_is_reached_without_its_brackets(monkeypatch):
+    def refuse(place, timeout):
+        raise ConnectionRefusedError(str(place))
+
+    monkeypatch.setattr(connect.socket, "create_connection", refuse)
+    for address, host in (("[::1]:6379", "::1"), ("10.0.0.1:6379", "10.0.0.1")):
+        connect.check_address(address, "none")
+        with pytest.raises(ServiceUnavailable) as refused:
+            connect._check_port_answers(address)
+        assert str(refused.value) == f"cluster.address: no Ray at {address}: {(host, 6379)}"
 
 
 def test_a_ray_that_everybody_can_command_is_refused(monkeypatch):
