@@ -68,7 +68,7 @@ def _add_numbers(plan: Parser) -> None:
         "--response-tokens",
         type=_count,
         metavar="N",
-        help="mean of a response (default: rollout.sampling.max_tokens, the worst case)",
+        help="mean of a response (default: rollout.sampling.max_tokens, in every turn)",
     )
     plan.add_argument(
         "--learners",

@@ -18,6 +18,13 @@ from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.task import EpisodeTask, TaskConfig
 
 
+PRECISION: dict[type, frozenset[str]] = {
+    ModelConfig: frozenset({"dtype"}),
+    TrainConfig: frozenset({"autocast", "fsdp_param_dtype"}),
+}
+"""Settings whose defaults a run on a GPU replaces, unless one of them is set."""
+
+
 class LogConfig(Frozen):
     """Files that a run writes for people."""
 
@@ -113,9 +120,8 @@ class RunConfig(Frozen):
     @property
     def names_precision(self) -> bool:
         """True if a run on a GPU has these dtypes too, and not a GPU's own default."""
-        given = "dtype" in self.model.model_fields_set
-        given |= bool({"autocast", "fsdp_param_dtype"} & self.train.model_fields_set)
-        return given or self.numerics == ON_POLICY or self.rollout.engine.dtype == "float32"
+        given = [PRECISION[type(each)] & each.model_fields_set for each in (self.model, self.train)]
+        return any(given) or self.numerics == ON_POLICY or self.rollout.engine.dtype == "float32"
 
     @property
     def longest_episode(self) -> tuple[int, int]:

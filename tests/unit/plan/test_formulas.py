@@ -54,6 +54,8 @@ LOW = {"model": {"path": "x", "dtype": "bfloat16"}}
 SERVER = {"engine": {"kind": "vllm-server"}}
 EMBEDDED = {"engine": {"kind": "hf", "max_num_seqs": 3, "max_len": 32}}
 CRITIC = {"objective": {"preset": "ppo"}}
+GYM = {"kind": "gym", "name": "chain_sum"}
+REACT = {"kind": "react", "problems": GYM, "tools": [{"kind": "calculator"}]}
 RAY = {"kind": "ray", "replicas": 3, "gpus_per_replica": 0.5}
 
 
@@ -553,6 +555,19 @@ def test_lengths_are_checked_against_the_context():
 
     assert (work(64).prompt, work(4096).prompt) == (24, 512)
     assert work(64, prompt=3, response=5).length == 8
+    turns = config(
+        task=REACT | {"max_turns": 3},
+        rollout={"engine": {"max_len": 256}, "sampling": {"max_tokens": 48}},
+    )
+    for typed, prompt, response in (
+        ({}, 112, 3 * 48),
+        ({"response": 20}, 236, 20),
+        ({"prompt": 200}, 200, 56),
+    ):
+        found = step_work.step_work(turns, 4096, **{"prompt": None, "response": None} | typed)
+        assert (found.prompt, found.response) == (prompt, response)
+    with pytest.raises(UsageError, match="--prompt-tokens: 256 and 1"):
+        step_work.step_work(turns, 4096, prompt=256, response=None)
     for given, words in (
         ({"context": 40}, "max_tokens: 40 leaves no room"),
         ({"context": 64, "response": 64}, "--response-tokens: 64 leaves no room"),
