@@ -483,6 +483,16 @@ def test_sync_by_way():
     assert sync("memory", rollout={}) == (8000 + 4000) / 100
     codes = dataclasses.replace(WEIGHTS, total=2500)
     assert sync("memory", rollout={"quant": "int8"}, weights=codes) == (8000 + 2500) / 100
+    own = config(rollout=SERVER, train={"lora": {"rank": 2, "sync": "native"}})
+    adapted = dataclasses.replace(DIMS, adapter=100)
+
+    def factors(way, ranks=1):  # of A and B, in float32, which every rank has
+        return times.sync_seconds(adapted, own, cluster(), WEIGHTS, ranks, way)
+
+    assert factors("gloo") == 400 / 10
+    assert factors("files") == 400 / 20 * 2
+    assert factors("nccl") == 400 / 25
+    assert factors("memory") == factors("memory", ranks=2) == 2 * 400 / 100
 
 
 def test_sync_to_several_engines():
@@ -545,6 +555,12 @@ def test_routes_and_layers_that_are_sent():
         own = config(rollout=SERVER, train={"tokens_per_micro_batch": budget})
         found = times.communication_volume(DIMS, own, WORK, ranks)
         assert found.gathered == gathered
+    for objective, layers in (  # bytes of a parameter as above
+        ({"kl": {"coef": 0.1}}, 4 * 4 + 4),  # the reference reads it once more
+        ({"baseline": "critic", "normalise": "none"}, 4 * 6 + 2 * 4),  # the critic three times
+    ):
+        own = config(rollout=SERVER, objective=objective)
+        assert times.communication_volume(DIMS, own, WORK, 4).gathered == 2000 * 3 / 4 * layers
 
 
 def test_lengths_are_checked_against_the_context():
