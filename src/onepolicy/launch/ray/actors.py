@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from onepolicy.config import RunConfig, ServiceUnavailable, TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
+from onepolicy.config.input_files import absolute_path
 from onepolicy.interfaces import Progress, RolloutEngine
 from onepolicy.launch.agent import environment, on_loopback
 from onepolicy.launch.launcher import Launcher
@@ -144,7 +145,7 @@ class _RunActors:
         if self.cuda if gpus is None else gpus > 0:
             device = "cuda"
         return EngineSpec(
-            spec.model,
+            spec.model.model_copy(update={"path": absolute_path(spec.model.path)}),
             spec.config,
             torch.device(device),
             spec.max_len,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,11 +29,14 @@ from onepolicy.config import (  # noqa: E402
     UsageError,
     resolve,
 )
+from onepolicy.build import sharded_learner  # noqa: E402
 from onepolicy.launch.ray import actors  # noqa: E402
 from onepolicy.launch.ray.placement import ResourceRequest  # noqa: E402
 from onepolicy.launch.ray.tensors import bytes_of, tensor_of  # noqa: E402
 from onepolicy.replay.checks import RoutingError  # noqa: E402
+from onepolicy.rollout.spec import EngineSpec  # noqa: E402
 from onepolicy.support.trace import SupportTrace  # noqa: E402
+from onepolicy.train.sharded import rank  # noqa: E402
 from onepolicy.types import Completion, RouteSpan, RoutingTrace  # noqa: E402
 
 BASE = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
@@ -140,6 +144,40 @@ def test_the_driver_takes_the_gpu_that_ray_has_reserved_or_none(monkeypatch):
         with pytest.raises(UsageError, match=f"CUDA_VISIBLE_DEVICES: Ray has reserved GPU {gpu} "):
             actors._reserve_driver_gpu(placement)
     assert not chosen
+
+
+def test_paths_are_sent_for_any_working_folder(tmp_path, monkeypatch):
+    """Those of a Ray that somebody else started have another one."""
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    here, hub = str(tmp_path / "model"), "org/name"
+    config = settings("model.path=model", "objective.kl.coef=1", "objective.kl.reference=model")
+    sent = []
+
+    @contextmanager
+    def everywhere(name, **arguments):
+        sent.append((name, arguments))
+        yield
+
+    ranks = SimpleNamespace(everywhere=everywhere)
+    monkeypatch.setattr(sharded_learner, "_build", lambda *given: given)
+    assert sharded_learner.build_rank_learner(config, config.model, ranks)[0] == config
+    (_, arguments) = sent.pop()
+    told = RunConfig.model_validate_json(arguments["config"])
+    assert (told.model.path, told.objective.kl.reference) == (here, here)
+    assert json.loads(arguments["model"])["path"] == here
+    learner = object.__new__(rank.RankLearner)
+    learner.ranks, learner.adapter, saving = ranks, None, SimpleNamespace(then=lambda _: None)
+    monkeypatch.setattr(rank.LocalLearner, "restore", lambda *_: None)
+    monkeypatch.setattr(rank.RankLearner, "_start_saving", lambda *_: saving)
+    learner.restore(Path("run"))
+    learner.save(Path("run"), print)
+    assert sent == [(call, {"folder": str(tmp_path / "run")}) for call in ("restore", "save")]
+    run = SimpleNamespace(cluster=config.cluster, cuda=False)
+    for path, expected in (("model", here), (hub, hub), ("tiny", "tiny")):
+        model = config.model.model_copy(update={"path": path})
+        spec = EngineSpec(model, config.rollout.engine, torch.device("cpu"), 64)
+        assert actors._RunActors._replica_spec(run, spec).model.path == expected
 
 
 def test_room():
