@@ -8,12 +8,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from onepolicy.build.gpu_defaults import with_gpu_precision
+from onepolicy.build.room import engine_sleeps
 from onepolicy.config import ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.models.load import foreign_files
 from onepolicy.plan.dims import Dims, read_dims, read_hf_config
-from onepolicy.plan.engine_memory import EngineMemory, EngineWeights, engine_memory, engine_weights
+from onepolicy.plan.engine_memory import (
+    EngineMemory,
+    EngineWeights,
+    engine_memory,
+    engine_weights,
+    evaluator_bytes,
+)
 from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.learner_memory import (
     CheckpointCost,
@@ -62,14 +71,17 @@ class PlanOption:
     engine_on_learner: bool
     # rollout.max_staleness lets sampling and learning run at once, each on its own devices
     overlaps: bool
+    sleeps: bool = False  # the engine's memory is free while the learner works
 
     @property
     def learner_used(self) -> float:
         """Most bytes on a learner's device."""
-        engine = 0.0
-        if self.engine_on_learner:
-            engine = self.engine.weights + self.engine.cache
-        return max(self.learner.total + engine + self.engine.evaluator, self.start.device)
+        used, engine = self.learner.total, self.engine.weights + self.engine.cache
+        if self.sleeps:
+            used = max(used, self.learner.kept + engine)
+        elif self.engine_on_learner:
+            used += engine
+        return max(used + self.engine.evaluator, self.start.device)
 
     @property
     def learner_fits(self) -> bool:
@@ -181,12 +193,14 @@ class Planner:
         config = config or self.settings_of(split.learners)
         dims, cluster, work, learners = self.dims, self.cluster, self.work, split.learners
         learner = self.learner_rank_memory(learners, config)
+        cpu = cluster.is_cpu
+        sleeps = not cpu and engine_sleeps(config, torch.device("cuda"))
         share: float | None = None
         if in_process(config):
-            share = cluster["engine_share"] * max(0.0, self.room - learner.total)
-            share /= cluster["memory"]
+            held = learner.kept if sleeps else learner.total
+            room = self.room - held - evaluator_bytes(dims, config, cluster)
+            share = cluster["engine_share"] * max(0.0, room) / cluster["memory"]
         engine = self.engine_device_memory(split.tensor_parallel, share, config)
-        cpu = cluster.is_cpu
         state = rank_state(dims, config, learners, cpu=cpu, one_memory=cpu).optimiser
         policies = 1 + config.objective.has_critic
         engine_devices = {"engines": split.engines, "tensor_parallel": split.tensor_parallel}
@@ -223,6 +237,7 @@ class Planner:
             host_room=self.host_room,
             engine_on_learner=in_process(config),
             overlaps=config.rollout.overlaps and not in_process(config),
+            sleeps=sleeps,
         )
 
     def settings_of(

@@ -231,6 +231,8 @@ def _add_memory_totals(table: Table, option: PlanOption) -> None:
     total = "total"
     if option.engine_on_learner:
         total = "total with the engine"
+    if option.sleeps:
+        total = "most, as the engine sleeps and wakes"
     used = format_used(option.learner_used, option.learner_room)
     engine_verdict = "fits" if option.engine_fits else "does not fit"
     engine_style = _verdict_style(option.engine_fits)

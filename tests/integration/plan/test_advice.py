@@ -95,6 +95,22 @@ def test_the_graphs_of_a_step_are_freed_before_what_needs_it(larger, tmp_path):
     assert adapters.endswith(", fits"), lines
 
 
+def test_an_engine_that_sleeps_has_the_room_of_a_micro_batch(larger, tmp_path):
+    """vLLM's beside the learner, which works on gradients and activations while it sleeps."""
+    found = []
+    for sleeps in ("true", "false"):
+        settings = ["replay.mode=off", "rollout.engine.kind=vllm", "rollout.engine.max_len=2048"]
+        settings.append(f"rollout.engine.enable_sleep_mode={sleeps}")
+        plan = planned(larger, tmp_path, *settings, cluster="1xH100")
+        found.append((plan["chosen"]["learner_bytes"], plan["chosen"]["engine"]["cache"]))
+        share = plan["constants"]["engine_share"]["value"]
+    (asleep, cache), (awake, less) = found
+    working = ("gradients", "gathered", "activations", "logits", "routes")
+    freed = sum(awake[name] for name in working)
+    assert cache - less == pytest.approx(share * freed)
+    assert asleep["total"] <= asleep["room"]
+
+
 @pytest.fixture(scope="module")
 def many_experts(tmp_path_factory):
     """A MoE model of 100M parameters, most of them in experts, as a config alone."""

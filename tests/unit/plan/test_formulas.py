@@ -328,6 +328,16 @@ def test_a_learners_device_holds_the_engine_in_its_process():
     for shared, more in ((True, held), (False, 0)):
         option = PlanOption(**unset | parts | {"engine_on_learner": shared})
         assert option.learner_used == learner().total + more
+    # an engine that sleeps frees its memory while the learner works
+    held_by_learner = learner(LOW)
+    kept = held_by_learner.kept
+    states = ("parameters", "masters", "optimiser", "others")
+    assert kept == sum(getattr(held_by_learner, name) for name in states) < held_by_learner.total
+    for cache in (0.0, 1e6):
+        awake = dataclasses.replace(engine(EMBEDDED), cache=cache)
+        parts = {"learner": held_by_learner, "engine": awake, "start": start}
+        option = PlanOption(**unset | parts | {"engine_on_learner": True, "sleeps": True})
+        assert option.learner_used == max(held_by_learner.total, kept + 4000 + cache)
 
 
 def test_weights_read_by_a_forward():
