@@ -17,7 +17,6 @@ from onepolicy.config.replay import R2, R3, ReplayConfig, RolloutReplay, SoftRep
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.task import EpisodeTask, TaskConfig
 
-
 PRECISION: dict[type, frozenset[str]] = {
     ModelConfig: frozenset({"dtype"}),
     TrainConfig: frozenset({"autocast", "fsdp_param_dtype"}),

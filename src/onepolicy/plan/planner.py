@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,8 +13,9 @@ import torch
 
 from onepolicy.build.gpu_defaults import with_gpu_precision
 from onepolicy.build.room import engine_sleeps
-from onepolicy.config import ModelConfig, RunConfig, UsageError
+from onepolicy.config import HFEngineConfig, ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.models.load import foreign_files
 from onepolicy.plan.dims import Dims, read_dims, read_hf_config
 from onepolicy.plan.engine_memory import (
@@ -255,6 +257,29 @@ class Planner:
             return config
         return with_gpu_precision(config, note, ranks=learners > 1 or bool(config.train.ranks))
 
+    def fitting_max_len(self, option: PlanOption) -> int | None:
+        """Return the longest sequence with which a split fits that does not fit the whole context.
+
+        A run on a GPU chooses about this length for the embedded engine if none is set (build/
+        room.py). None in all other cases, and if it would cut off the planned sequences.
+        """
+        engine = self.config.rollout.engine
+        unset = isinstance(engine, HFEngineConfig) and engine.max_len is None
+        if option.fits or not unset or self.cluster.is_cpu or not in_process(self.config):
+            return None
+        config = self.settings_of(option.split.learners)
+
+        def fits(blocks: int) -> bool:
+            settled = with_max_len(config, blocks * KEY_BLOCK)
+            return self.evaluate_split(option.split, settled).fits
+
+        shortest = math.ceil(self.work.length / KEY_BLOCK)
+        blocks = range(shortest, self.dims.context // KEY_BLOCK + 1)
+        fitting = bisect_left(blocks, True, key=lambda each: not fits(each))
+        if not fitting:
+            return None
+        return blocks[fitting - 1] * KEY_BLOCK
+
     def replanned(self, config: RunConfig) -> Planner:
         """Return a planner of another recipe for the same model, cluster and lengths."""
         return Planner(config, self._model_config, self.cluster, **self._asked)
@@ -366,6 +391,13 @@ class Planner:
         if self.cluster.is_cpu:
             return math.inf
         return self.cluster["host_memory"]
+
+
+def with_max_len(config: RunConfig, max_len: int) -> RunConfig:
+    """Return the settings with another rollout.engine.max_len."""
+    engine = config.rollout.engine.model_copy(update={"max_len": max_len})
+    rollout = config.rollout.model_copy(update={"engine": engine})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _model_key(config: RunConfig) -> tuple[str, int | None]:

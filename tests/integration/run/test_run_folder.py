@@ -152,9 +152,9 @@ def test_a_file_system_without_locks_is_noted_once(tmp_path, capsys, monkeypatch
             "may train in it"
         ]
     number = errno.EACCES
-    with pytest.raises(UsageError, match="cannot be written to: Permission denied"):
-        with lock_run(tmp_path):
-            pass
+    words = "cannot be written to: Permission denied"
+    with pytest.raises(UsageError, match=words), lock_run(tmp_path):
+        pass
 
 
 @pytest.mark.full

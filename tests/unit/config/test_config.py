@@ -111,7 +111,7 @@ def test_overrides_of_a_stored_run(subtests):
     for recipe, typed, path, value in (  # and a recipe may write a bare word
         ({"train": {"lora": "off"}}, "train.lora.rank=16", "train.lora.rank", 16),
         ({"rollout": {"pressure": "off"}}, "rollout.pressure.scale=2", "rollout.pressure.scale", 2),
-        ({"rollout": {"quant": "off"}}, "rollout.quant.format=int8", "rollout.quant.format", "int8"),
+        ({"rollout": {"quant": "off"}}, "rollout.quant.format=fp8", "rollout.quant.format", "fp8"),
         ({"rollout": {"quant": "simulated"}}, "rollout.quant.bits=3", "rollout.quant.bits", 3),
     ):
         with subtests.test(typed, recipe=recipe):

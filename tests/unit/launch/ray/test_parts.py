@@ -22,6 +22,7 @@ connect.prepare_environment(own=True)  # for tests in this process that start Ra
 ray = pytest.importorskip("ray")
 from ray import cloudpickle  # noqa: E402
 
+from onepolicy.build import sharded_learner  # noqa: E402
 from onepolicy.config import (  # noqa: E402
     RunConfig,
     ServiceUnavailable,
@@ -29,7 +30,6 @@ from onepolicy.config import (  # noqa: E402
     UsageError,
     resolve,
 )
-from onepolicy.build import sharded_learner  # noqa: E402
 from onepolicy.launch.ray import actors  # noqa: E402
 from onepolicy.launch.ray.placement import ResourceRequest  # noqa: E402
 from onepolicy.launch.ray.tensors import bytes_of, tensor_of  # noqa: E402
@@ -129,18 +129,21 @@ def test_a_process_that_imported_ray_before_does_not_start_one(monkeypatch):
 
 
 def test_the_driver_takes_the_gpu_that_ray_has_reserved_or_none(monkeypatch):
-    reply = SimpleNamespace(remote=lambda: json.dumps({"gpus": [gpu]}))
+    reply = SimpleNamespace(remote=lambda: json.dumps({"gpus": reserved}))
     reservation = SimpleNamespace(remote=lambda: SimpleNamespace(process_info_json=reply))
     actor_class = SimpleNamespace(options=lambda **_: reservation)
-    chosen, placement = [], SimpleNamespace(actor_options=lambda bundle: {})
+    reserved, chosen = [], []
+    placement = SimpleNamespace(actor_options=lambda bundle: {})
     monkeypatch.setattr(actors.ray, "remote", lambda kind: actor_class)
     monkeypatch.setattr(actors.ray, "get", lambda given: given)
     monkeypatch.setattr(actors.torch.cuda, "set_device", chosen.append)
     for gpu, variable, index in (("3", "", 3), ("3", "2,3", 1), ("GPU-b", "GPU-a, GPU-b", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        reserved[:] = [gpu]
         assert actors._reserve_driver_gpu(placement) == chosen.pop() == index
     for gpu, variable in (("3", "0,1"), ("0", "GPU-a"), ("GPU-a", "")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        reserved[:] = [gpu]
         with pytest.raises(UsageError, match=f"CUDA_VISIBLE_DEVICES: Ray has reserved GPU {gpu} "):
             actors._reserve_driver_gpu(placement)
     assert not chosen
