@@ -83,8 +83,10 @@ def replace_atomically(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
     `path` keeps its old content if the block raises or the process is killed. durable: also if
     power is lost, after which some file systems have the new name and no content. The folder must
-    exist.
+    exist. Raises OSError for a device or a pipe, which the file would take the place of.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
     temporary = path.with_name(f".{path.name}.writing")
     try:
         with named_write_errors(path):

@@ -1,6 +1,7 @@
 """Writes that fail leave nothing behind; their errors name the path and end a command cleanly."""
 
 import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,15 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fail(replace_atomically, path, KeyboardInterrupt())
     assert (path.read_text(), written(path)) == ("old", ["out"])
+
+
+def test_a_pipe_is_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="no regular file") as caught:
+        write_text_atomically(pipe, "new")
+    assert caught.value.filename == str(pipe)
+    assert (pipe.is_fifo(), written(pipe)) == (True, ["pipe"])
 
 
 def test_a_policy_on_a_full_disk_is_absent(tmp_path):

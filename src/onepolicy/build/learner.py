@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from onepolicy.config import ModelConfig, RunConfig, UsageError, WeightsReplay
 from onepolicy.config.input_files import resolve_model
+from onepolicy.config.model import usable_cores
 from onepolicy.config.numerics import ON_POLICY
 from onepolicy.invariant.enable import enable_invariant
 from onepolicy.models import fp32_head
@@ -110,7 +111,7 @@ def set_num_threads(config: RunConfig) -> None:
     An engine that computes in this process at the same time as the trainer gets as many threads.
     Both then get half of the cores: two thread pools on the same cores wait for each other.
     """
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     elif config.rollout.overlaps and _engine_in_process(config) and not config.train.ranks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from onepolicy.build.learner import (
@@ -15,6 +17,7 @@ from onepolicy.build.learner import (
     set_num_threads,
 )
 from onepolicy.config import ModelConfig, RunConfig
+from onepolicy.config.input_files import absolute_path
 from onepolicy.models.empty import empty_model
 from onepolicy.models.load import DTYPES
 from onepolicy.sync.adapters import add_adapter
@@ -28,9 +31,21 @@ BUILD = "build"  # name of the call
 
 def build_rank_learner(config: RunConfig, model: ModelConfig, ranks: Ranks) -> RankLearner:
     """Build the learner on all ranks. Every rank has one, with its shards."""
-    settings, of_model = config.model_dump_json(), model.model_dump_json()
-    with ranks.everywhere(BUILD, config=settings, model=of_model):
+    settings = _anywhere(config).model_dump_json()
+    of_model = model.model_copy(update={"path": absolute_path(model.path)})
+    with ranks.everywhere(BUILD, config=settings, model=of_model.model_dump_json()):
         return _build(config, model, ranks)
+
+
+def _anywhere(config: RunConfig) -> RunConfig:
+    """Return the settings for ranks with another working folder, which a running Ray gives them."""
+    paths = {"path": absolute_path(config.model.path)}
+    changed: dict[str, Any] = {"model": config.model.model_copy(update=paths)}
+    kl = config.objective.kl
+    if kl.reference is not None:
+        kl = kl.model_copy(update={"reference": absolute_path(kl.reference)})
+        changed["objective"] = config.objective.model_copy(update={"kl": kl})
+    return config.model_copy(update=changed)
 
 
 def _build(config: RunConfig, model: ModelConfig, ranks: Ranks) -> RankLearner:

@@ -68,7 +68,7 @@ def _add_numbers(plan: Parser) -> None:
         "--response-tokens",
         type=_count,
         metavar="N",
-        help="mean of a response (default: rollout.sampling.max_tokens, the worst case)",
+        help="mean of a response (default: rollout.sampling.max_tokens, in every turn)",
     )
     plan.add_argument(
         "--learners",
@@ -123,6 +123,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--json: no folder {arguments.json.parent}; make it first")
         if arguments.json.is_dir():
             raise UsageError(f"--json: {arguments.json} is a folder; name a file")
+        link = arguments.json.is_symlink()  # as /dev/stdout is
+        if link or (arguments.json.exists() and not arguments.json.is_file()):
+            raise UsageError(
+                f"--json: {arguments.json} is a link, a device or a pipe, which the file would "
+                "replace; name another"
+            )
     prepare_process(1)
     from onepolicy.plan.command import plan_and_show
 

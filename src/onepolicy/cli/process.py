@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import shlex
 import signal
 import sys
 import threading
@@ -24,6 +23,7 @@ from typing import TextIO
 
 from onepolicy.config import UsageError, printable
 from onepolicy.config.output_paths import CONFIG
+from onepolicy.config.stored_config import resume_command
 from onepolicy.console import print_text
 from onepolicy.launch.restarts import newest_checkpoint
 from onepolicy.report.jsonl import METRICS, read_jsonl
@@ -101,7 +101,7 @@ def describe_stop(signal_name: str, run: Path | None) -> str:
         return stopped
     if not os.path.isfile(run / CONFIG):
         return f"{stopped} before the run folder {run} was made; nothing is lost"
-    resume = _resume_command(run)
+    resume = resume_command(run)
     saved, done = newest_checkpoint(run), 0
     if not saved:
         return f"{stopped}; {run} has no checkpoint yet: {resume} starts again where the run began"
@@ -111,10 +111,6 @@ def describe_stop(signal_name: str, run: Path | None) -> str:
     if done > saved:
         again = f"; finished steps that it computes again: {done - saved}"
     return f"{stopped}; the last checkpoint of {run} is of step {saved}: {resume} continues{again}"
-
-
-def _resume_command(run: Path) -> str:
-    return f"`onepolicy train --resume {shlex.quote(str(run))}`"
 
 
 def report_so_far(run: Path) -> str:
@@ -132,7 +128,7 @@ def report_so_far(run: Path) -> str:
         return f"no report of the steps so far: {error}"
     if page is None:
         return ""
-    return f"report of the steps so far: {page}; {_resume_command(run)} continues the run"
+    return f"report of the steps so far: {page}; {resume_command(run)} continues the run"
 
 
 def _run_with_report(arguments: argparse.Namespace | None) -> Path | None:

@@ -9,12 +9,16 @@ import tomlkit
 from pydantic import BaseModel
 
 from onepolicy.config.base import VARIANT_KEYS
+from onepolicy.config.run import PRECISION
 
 COLUMNS = 100
 
 
 def as_toml(settings: BaseModel) -> str:
-    """Return the effective settings as TOML. An unset one is a comment: TOML has no null."""
+    """Return the effective settings as TOML. An unset one is a comment: TOML has no null.
+
+    So is a precision that nobody set: as a setting it would be a GPU's too.
+    """
     document = tomlkit.document()
     _fill(document, settings, settings.model_dump())
     return tomlkit.dumps(document).strip()
@@ -31,6 +35,8 @@ def _fill(table: Any, settings: BaseModel, values: dict[str, Any]) -> None:
             table.add(tomlkit.comment(line))
         if values[name] is None:
             table.add(tomlkit.comment(f"{name} is unset"))
+        elif name in PRECISION.get(type(settings), ()) and name not in settings.model_fields_set:
+            table.add(tomlkit.comment(f"{name} = {tomlkit.item(values[name]).as_string()}"))
         else:
             table.add(name, _inline(values[name]))
     for name in fields:

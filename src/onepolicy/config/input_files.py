@@ -117,6 +117,13 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"path": str(_tiny_policy())})
 
 
+def absolute_path(path: str) -> str:
+    """Return a path for a process with another working folder. `tiny` and hub ids stay."""
+    if path != "tiny" and Path(path).exists():
+        return str(Path(path).resolve())
+    return path
+
+
 def check_model_path(path: str) -> None:
     """Raise UsageError for a folder that holds no model. A possible hub id passes."""
     if path == "tiny":

@@ -24,6 +24,8 @@ TOML_ERRORS = (ValueError, RecursionError)
 """A TOMLDecodeError, a number of thousands of digits, brackets as deep."""
 DEEPEST = 64
 """Levels of sections and lists."""
+QUANT = ["rollout", "quant"]
+"""The section that may be the bare name of a format (quant.py)."""
 
 RunConfig.rules = CONTRADICTIONS  # they read a RunConfig, so run.py cannot import them
 
@@ -154,8 +156,10 @@ def apply_override(tree: Tree, override: str, typed: Collection[str] = ()) -> Tr
     node = tree
     for depth, key in enumerate(keys[:-1]):
         child = node.get(key)
-        if child is None:  # as a stored config writes a section that is not there
+        if child in (None, "off"):  # as a stored config or a recipe writes what is not there
             child = {}
+        if isinstance(child, str) and keys[: depth + 1] == QUANT:
+            child = {"format": child}
         if not isinstance(child, dict):
             raise UsageError(
                 f"{override!r}: {'.'.join(keys[: depth + 1])} is a value, not a section"

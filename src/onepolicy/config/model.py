@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -18,6 +19,13 @@ from onepolicy.config.base import (
 from onepolicy.config.lora import LoraSetting
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use, which train.threads and train.ranks share."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class ModelConfig(Frozen):

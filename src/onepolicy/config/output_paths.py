@@ -17,6 +17,8 @@ BEGUN = ".step"
 """In a run's folder: the step that its process began last."""
 NAME_BYTES = 255
 """Longest name on every usual file system of Linux."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+"""Errors of flock on a file system without locks."""
 
 
 def check_output_path(setting: str, path: Path) -> None:
@@ -126,7 +128,7 @@ def _claim(folder: Path) -> tuple[int, bool] | None:
         if not any(folder.iterdir()) and os.path.samestat(os.fstat(lock), folder.stat()):
             return lock, made
     except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS) and not os.listdir(lock):
+        if error.errno in NO_LOCKS and not os.listdir(lock):
             return lock, made  # a file system without locks for folders
     os.close(lock)
     return None

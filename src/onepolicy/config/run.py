@@ -17,6 +17,12 @@ from onepolicy.config.replay import R2, R3, ReplayConfig, RolloutReplay, SoftRep
 from onepolicy.config.rollout import EvalConfig, RolloutConfig
 from onepolicy.config.task import EpisodeTask, TaskConfig
 
+PRECISION: dict[type, frozenset[str]] = {
+    ModelConfig: frozenset({"dtype"}),
+    TrainConfig: frozenset({"autocast", "fsdp_param_dtype"}),
+}
+"""Settings whose defaults a run on a GPU replaces, unless one of them is set."""
+
 
 class LogConfig(Frozen):
     """Files that a run writes for people."""
@@ -113,9 +119,8 @@ class RunConfig(Frozen):
     @property
     def names_precision(self) -> bool:
         """True if a run on a GPU has these dtypes too, and not a GPU's own default."""
-        given = "dtype" in self.model.model_fields_set
-        given |= bool({"autocast", "fsdp_param_dtype"} & self.train.model_fields_set)
-        return given or self.numerics == ON_POLICY or self.rollout.engine.dtype == "float32"
+        given = [PRECISION[type(each)] & each.model_fields_set for each in (self.model, self.train)]
+        return any(given) or self.numerics == ON_POLICY or self.rollout.engine.dtype == "float32"
 
     @property
     def longest_episode(self) -> tuple[int, int]:

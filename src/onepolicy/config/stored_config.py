@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -67,6 +69,14 @@ def check_trust(config: RunConfig, run: Path, overrides: Sequence[str], command:
 def settings_to_repeat(config: RunConfig) -> list[str]:
     """Return the overrides without which `check_trust` refuses this run's folder."""
     return [f"{setting}={value}" for setting, value, _, _ in _dangers(config)]
+
+
+def resume_command(run: Path) -> str:
+    """Return the command that resumes a run, with what has to be typed again. Raises nothing."""
+    words = ["onepolicy", "train", "--resume", str(run)]
+    with suppress(UsageError, OSError):  # damaged settings, which a resume will report
+        words += settings_to_repeat(read_stored_config(run))
+    return f"`{shlex.join(words)}`"
 
 
 def _dangers(config: RunConfig) -> Iterator[tuple[str, str, str, str]]:

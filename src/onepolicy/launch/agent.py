@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from onepolicy.config import RunConfig, TrainingError
+from onepolicy.config.model import usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -68,12 +69,11 @@ def run_on_ranks(command: Sequence[str], config: RunConfig, count: int | None = 
     quiet.propagate = False
     quiet.addHandler(logging.NullHandler())
     count = _count(config, count)
-    threads = config.train.threads or max(1, (os.cpu_count() or 1) // count)
     # the agent takes arguments for templates
     arguments = [each.replace("$", "$$") for each in (*PROGRAM, *command)]
     with (
         tempfile.TemporaryDirectory(prefix="onepolicy-ranks-") as folder,
-        environment(rank_variables(folder, threads) | on_loopback()),
+        environment(rank_variables(folder, _threads(config, count)) | on_loopback()),
         _restored_signals(),
     ):
         try:
@@ -108,7 +108,13 @@ def _launch_config(folder: str, count: int) -> LaunchConfig:
     )
 
 
-def rank_variables(folder: str, threads: int) -> dict[str, str]:
+def _threads(config: RunConfig, count: int) -> int | str:
+    """Return each rank's threads: train.threads, or what is exported, or a share of the cores."""
+    exported = os.environ.get("OMP_NUM_THREADS")
+    return config.train.threads or exported or max(1, usable_cores() // count)
+
+
+def rank_variables(folder: str, threads: int | str) -> dict[str, str]:
     """Return what the ranks inherit, and what keeps the agent from opening a port of its own."""
     return {
         AGENT_ENV: str(os.getpid()),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from onepolicy.config import ModelConfig, UsageError
-from onepolicy.config.input_files import resolve_model
+from onepolicy.config.input_files import absolute_path, resolve_model
 from onepolicy.config.serve import ServeConfig
 from onepolicy.models.load import context_length, read_config
 from onepolicy.replay.layers import is_moe
@@ -48,12 +47,9 @@ def serve_model(
     adapters = None
     if config.lora_rank is not None:
         adapters = _adapter_settings(config, config.lora_rank, model)
-    path = model.path
-    if Path(path).exists():
-        path = str(Path(path).resolve())
     return run_server(
         config,
-        path,
+        absolute_path(model.path),
         max_len=max_len,
         vocab=int(hf_config.get_text_config().vocab_size),
         return_routes=routes and is_moe(hf_config),

@@ -11,6 +11,7 @@ from typing import Any
 from onepolicy.config import RunConfig, UsageError, load
 from onepolicy.config.engine import HFEngineConfig, ServerEngineConfig
 from onepolicy.config.input_files import check_input_files
+from onepolicy.config.model import usable_cores
 from onepolicy.config.output_paths import CONFIG, check_new_run_folder
 from onepolicy.config.stored_config import read_stored_config, settings_to_repeat
 from onepolicy.files import refuse_links_out
@@ -177,7 +178,7 @@ def plan_jobs(configs: Sequence[RunConfig], given: int | None) -> int:
         return 1
     if given is not None:
         return given
-    return max(1, min(_cores() // _cores_of(config) for config in configs))
+    return max(1, min(usable_cores() // _cores_of(config) for config in configs))
 
 
 def _server(config: RunConfig) -> str | None:
@@ -195,12 +196,5 @@ def _cores_of(config: RunConfig) -> int:
     train = config.train
     may_use_gpu = train.device != "cpu" and any(map(os.path.exists, GPU_FILES))
     if may_use_gpu or train.threads is None or config.rollout.engine.kind != "hf":
-        return _cores()
+        return usable_cores()
     return train.threads * max(1, train.ranks)
-
-
-def _cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -12,7 +12,7 @@ from onepolicy.config.input_files import resolve_model
 from onepolicy.console import Console, print_status
 from onepolicy.files import write_text_atomically
 from onepolicy.plan.hardware import Cluster
-from onepolicy.plan.planner import Planner, best_option
+from onepolicy.plan.planner import Planner, best_option, with_max_len
 from onepolicy.plan.step_work import in_process, replicated
 from onepolicy.plan.suggestions import memory_settings, suggestions, uneven_experts
 from onepolicy.plan.tables import plan_tree, render_plan
@@ -48,13 +48,22 @@ def plan_and_show(
         )
         options = [planner.evaluate_split(split) for split in planner.possible_splits(*splits)]
         chosen = best_option(options)
+        max_len = planner.fitting_max_len(chosen)
+        if max_len is not None:
+            print_status(
+                f"rollout.engine.max_len: {max_len}, about the longest that fits, which a run on a "
+                f"GPU chooses itself (the model's context is {planner.dims.context})"
+            )
+            planner = planner.replanned(with_max_len(config, max_len))
+            options = [planner.evaluate_split(split) for split in planner.possible_splits(*splits)]
+            chosen = best_option(options)
         explain = memory_settings if chosen.fits else suggestions
         lines = [*explain(planner, chosen), *uneven_experts(planner, chosen)]
     settled = planner.settings_of(chosen.split.learners, note=print_status)
     traffic = communication_volume(planner.dims, settled, planner.work, chosen.split.learners)
     if json_file is not None:
         tree = plan_tree(planner, chosen, options, lines, traffic)
-        write_text_atomically(json_file, json.dumps(tree, indent=1) + "\n")
+        write_text_atomically(json_file, json.dumps(tree, indent=1, allow_nan=False) + "\n")
     for part in render_plan(planner, chosen, options, lines, traffic, constants=constants):
         console.print(part, soft_wrap=isinstance(part, Text) and bool(part.no_wrap))
     if config.replay.mode != "off" and not planner.dims.experts:

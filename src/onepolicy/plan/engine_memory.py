@@ -138,7 +138,7 @@ def engine_memory(
     """
     engine, own_weights = config.rollout.engine, weights.total / tensor_parallel
     room = _replica_room(config, cluster)
-    evaluator = _evaluator_bytes(dims, config, cluster)
+    evaluator = evaluator_bytes(dims, config, cluster)
     if isinstance(engine, HFEngineConfig):
         tokens: float = engine.max_num_seqs * (engine.max_len or dims.context)
         cache: float = embedded_cache_bytes(dims, config, cluster)
@@ -185,7 +185,7 @@ def _replica_room(config: RunConfig, cluster: Cluster) -> float:
     return cluster["memory"] * device_share - cluster["engine_reserve"]
 
 
-def _evaluator_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
+def evaluator_bytes(dims: Dims, config: RunConfig, cluster: Cluster) -> float:
     """Return the bytes of the engine that evaluates alone; 0 without one."""
     if not config.has_evaluator:
         return 0.0

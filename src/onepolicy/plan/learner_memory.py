@@ -75,6 +75,11 @@ class LearnerMemory:
     def total(self) -> float:
         return math.fsum(getattr(self, name) for name in self.__dataclass_fields__)
 
+    @property
+    def kept(self) -> float:
+        """Bytes that stay between updates."""
+        return self.parameters + self.masters + self.optimiser + self.others
+
 
 def learner_memory(
     dims: Dims,

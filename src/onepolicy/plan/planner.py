@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from onepolicy.build.gpu_defaults import with_gpu_precision
-from onepolicy.config import ModelConfig, RunConfig, UsageError
+from onepolicy.build.room import engine_sleeps
+from onepolicy.config import HFEngineConfig, ModelConfig, RunConfig, UsageError
 from onepolicy.config.numerics import ON_POLICY
+from onepolicy.models.decode_attention import KEY_BLOCK
 from onepolicy.models.load import foreign_files
 from onepolicy.plan.dims import Dims, read_dims, read_hf_config
-from onepolicy.plan.engine_memory import EngineMemory, EngineWeights, engine_memory, engine_weights
+from onepolicy.plan.engine_memory import (
+    EngineMemory,
+    EngineWeights,
+    engine_memory,
+    engine_weights,
+    evaluator_bytes,
+)
 from onepolicy.plan.hardware import Cluster
 from onepolicy.plan.learner_memory import (
     CheckpointCost,
@@ -62,14 +73,17 @@ class PlanOption:
     engine_on_learner: bool
     # rollout.max_staleness lets sampling and learning run at once, each on its own devices
     overlaps: bool
+    sleeps: bool = False  # the engine's memory is free while the learner works
 
     @property
     def learner_used(self) -> float:
         """Most bytes on a learner's device."""
-        engine = 0.0
-        if self.engine_on_learner:
-            engine = self.engine.weights + self.engine.cache
-        return max(self.learner.total + engine + self.engine.evaluator, self.start.device)
+        used, engine = self.learner.total, self.engine.weights + self.engine.cache
+        if self.sleeps:
+            used = max(used, self.learner.kept + engine)
+        elif self.engine_on_learner:
+            used += engine
+        return max(used + self.engine.evaluator, self.start.device)
 
     @property
     def learner_fits(self) -> bool:
@@ -181,12 +195,14 @@ class Planner:
         config = config or self.settings_of(split.learners)
         dims, cluster, work, learners = self.dims, self.cluster, self.work, split.learners
         learner = self.learner_rank_memory(learners, config)
+        cpu = cluster.is_cpu
+        sleeps = not cpu and engine_sleeps(config, torch.device("cuda"))
         share: float | None = None
         if in_process(config):
-            share = cluster["engine_share"] * max(0.0, self.room - learner.total)
-            share /= cluster["memory"]
+            held = learner.kept if sleeps else learner.total
+            room = self.room - held - evaluator_bytes(dims, config, cluster)
+            share = cluster["engine_share"] * max(0.0, room) / cluster["memory"]
         engine = self.engine_device_memory(split.tensor_parallel, share, config)
-        cpu = cluster.is_cpu
         state = rank_state(dims, config, learners, cpu=cpu, one_memory=cpu).optimiser
         policies = 1 + config.objective.has_critic
         engine_devices = {"engines": split.engines, "tensor_parallel": split.tensor_parallel}
@@ -223,6 +239,7 @@ class Planner:
             host_room=self.host_room,
             engine_on_learner=in_process(config),
             overlaps=config.rollout.overlaps and not in_process(config),
+            sleeps=sleeps,
         )
 
     def settings_of(
@@ -239,6 +256,29 @@ class Planner:
         if self.cluster.is_cpu:
             return config
         return with_gpu_precision(config, note, ranks=learners > 1 or bool(config.train.ranks))
+
+    def fitting_max_len(self, option: PlanOption) -> int | None:
+        """Return the longest sequence with which a split fits that does not fit the whole context.
+
+        A run on a GPU chooses about this length for the embedded engine if none is set (build/
+        room.py). None in all other cases, and if it would cut off the planned sequences.
+        """
+        engine = self.config.rollout.engine
+        unset = isinstance(engine, HFEngineConfig) and engine.max_len is None
+        if option.fits or not unset or self.cluster.is_cpu or not in_process(self.config):
+            return None
+        config = self.settings_of(option.split.learners)
+
+        def fits(blocks: int) -> bool:
+            settled = with_max_len(config, blocks * KEY_BLOCK)
+            return self.evaluate_split(option.split, settled).fits
+
+        shortest = math.ceil(self.work.length / KEY_BLOCK)
+        blocks = range(shortest, self.dims.context // KEY_BLOCK + 1)
+        fitting = bisect_left(blocks, True, key=lambda each: not fits(each))
+        if not fitting:
+            return None
+        return blocks[fitting - 1] * KEY_BLOCK
 
     def replanned(self, config: RunConfig) -> Planner:
         """Return a planner of another recipe for the same model, cluster and lengths."""
@@ -351,6 +391,13 @@ class Planner:
         if self.cluster.is_cpu:
             return math.inf
         return self.cluster["host_memory"]
+
+
+def with_max_len(config: RunConfig, max_len: int) -> RunConfig:
+    """Return the settings with another rollout.engine.max_len."""
+    engine = config.rollout.engine.model_copy(update={"max_len": max_len})
+    rollout = config.rollout.model_copy(update={"engine": engine})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _model_key(config: RunConfig) -> tuple[str, int | None]:

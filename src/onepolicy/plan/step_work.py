@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from onepolicy.config import RunConfig, UsageError
 from onepolicy.config.cluster import RayCluster
+from onepolicy.config.task import EpisodeTask
 from onepolicy.train.dry_run import MicroBatchShape
 
 DEFAULT_PROMPT_TOKENS = 512
@@ -66,10 +67,11 @@ def step_work(
 ) -> StepWork:
     """Compute the work of one step of a recipe.
 
-    prompt: tokens (None: 512, or as many as the context leaves). response: tokens (None:
-    rollout.sampling.max_tokens). Raises UsageError if they exceed the longest sequence.
+    prompt: tokens (None: 512, or as many as the context leaves). response: tokens (None: the most,
+    rollout.sampling.max_tokens in every turn). Raises UsageError if they exceed the longest
+    sequence.
     """
-    rollout = config.rollout
+    rollout, typed = config.rollout, response is not None
     longest = rollout.engine.max_len or context
     response_field = "--response-tokens"
     if response is None:
@@ -79,6 +81,8 @@ def step_work(
             f"{response_field}: {response} leaves no room for a prompt in sequences of at most "
             f"{longest} tokens"
         )
+    if isinstance(config.task, EpisodeTask) and not typed:  # which ends where no room is left
+        response = max(1, min(config.longest_episode[0], longest - (prompt or 1)))
     if prompt is None:
         prompt = min(DEFAULT_PROMPT_TOKENS, longest - response)
     if prompt + response > longest:

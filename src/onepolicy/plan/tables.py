@@ -117,12 +117,15 @@ def plan_tree(
 def _option_tree(option: PlanOption) -> Tree:
     learner = asdict(option.learner) | {"total": option.learner_used, "room": option.learner_room}
     steps = {"step": option.seconds, "overlapped": option.overlapped}
+    engine = asdict(option.engine)
+    if math.isinf(option.engine.room):  # JSON has no infinity
+        engine["room"] = None
     return {
         "split": asdict(option.split),
         "fits": option.fits,
         "learner_bytes": learner,
         "host_state_bytes": option.host_state,
-        "engine": asdict(option.engine),
+        "engine": engine,
         "start_bytes": asdict(option.start),
         "checkpoint": asdict(option.save) | {"in_time": option.save.in_time},
         "seconds": option.phase_seconds | steps,
@@ -228,6 +231,8 @@ def _add_memory_totals(table: Table, option: PlanOption) -> None:
     total = "total"
     if option.engine_on_learner:
         total = "total with the engine"
+    if option.sleeps:
+        total = "most, as the engine sleeps and wakes"
     used = format_used(option.learner_used, option.learner_room)
     engine_verdict = "fits" if option.engine_fits else "does not fit"
     engine_style = _verdict_style(option.engine_fits)

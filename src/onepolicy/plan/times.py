@@ -40,9 +40,12 @@ def communication_volume(
         sent = sent_per_token(dims, config) * work.all_slots
     micro_batches = work.micro_batches(config.train.tokens_per_micro_batch, ranks)
     itemsize = ITEMSIZE[gather_dtype(config)]
-    gathers = 2 + config.scores_first
-    gathered = micro_batches * dims.total * itemsize * gathers
+    objective = config.objective
+    gathers = 2 + config.scores_first + (objective.kl.coef > 0)  # by the reference
     summed = summed_bytes(dims, config, micro_batches)
+    if objective.has_critic:  # which scores too, and has an update of its own
+        gathers, summed = gathers + 3, 2 * summed
+    gathered = micro_batches * dims.total * itemsize * gathers
     return CommunicationVolume(
         route_bytes_per_token=kept_bytes,
         routes=kept,
@@ -348,11 +351,13 @@ def sync_seconds(
     gather = 0.0
     if ranks > 1:
         gather = model_bytes / cluster.collective_bandwidth(ranks)
-    if sends_factors(config):  # copied inside one process: servers take merged weights only
-        return 2 * FLOAT32 * dims.adapter / cluster["bandwidth"]
+    sent = _synced_bytes(dims, config)
+    if sends_factors(config):  # every rank has them
+        gather = 0.0
+        if sync_method == "memory":
+            return 2 * sent / cluster["bandwidth"]
     if sync_method == "memory":
         return gather + (model_bytes + weights.total) / cluster["bandwidth"]
-    sent = dims.total * ITEMSIZE[sent_dtype(config)]
     receivers, copied = engines * tensor_parallel, 0.0
     if sync_method == "ray":  # to each replica, which sends to its devices
         receivers, copied = engines, math.ceil(math.log2(tensor_parallel)) * sent / cluster["host"]

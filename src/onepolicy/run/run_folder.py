@@ -26,9 +26,12 @@ from onepolicy.config.json_shapes import RunInfo, read_json_object
 from onepolicy.config.output_paths import (
     BEGUN,
     CONFIG,
+    NO_LOCKS,
     check_new_run_folder,
     not_writable_error,
 )
+from onepolicy.config.stored_config import resume_command
+from onepolicy.console import print_status
 from onepolicy.files import DISK_FULL, open_lock, write_text_atomically
 from onepolicy.run.log_digest import digest_problems
 from onepolicy.train import checkpoint
@@ -144,7 +147,8 @@ def read_parent(run: Path) -> Json | None:
 def lock_run(run: Path) -> Iterator[None]:
     """Lock the folder, so that no second process writes it.
 
-    The lock ends with the process, so a killed process leaves nothing to clean up.
+    The lock ends with the process, so a killed process leaves nothing to clean up. A file system
+    without locks is noted.
     """
     with ExitStack() as stack:
         try:
@@ -156,7 +160,11 @@ def lock_run(run: Path) -> Iterator[None]:
                 f"{run}: another process is training in this folder; wait for it or stop it"
             ) from None
         except OSError as error:
-            raise not_writable_error(run, error.strerror) from None
+            if error.errno not in NO_LOCKS:
+                raise not_writable_error(run, error.strerror) from None
+            print_status(
+                f"{run}: cannot be locked: {error.strerror}; no second process may train in it"
+            )
         yield
 
 
@@ -176,7 +184,7 @@ def convert_write_errors(run: Path) -> Iterator[None]:
                 fix = f"Fix that ({error.filename or run})"
         raise TrainingError(
             f"{run}: cannot be written to: {problem}; complete checkpoints are kept. {fix}, then "
-            f"continue with `onepolicy train --resume {run}`{_without_checkpoint(run)}"
+            f"continue with {resume_command(run)}{_without_checkpoint(run)}"
         ) from error
 
 

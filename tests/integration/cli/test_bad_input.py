@@ -2,6 +2,7 @@
 where it matters. What is refused before torch is loaded is in test_first_lines.py."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -105,12 +106,17 @@ REFUSED = [
     ("train TMP out=TMP/out", "TMP: a folder, not a recipe"),
     ("make-policy --out POLICY", "already exists"),
     ("export POLICY --out POLICY/config.json/new", "config.json is a file, not a folder"),
+    ("plan TMP/pipe.toml --cluster 1xcpu --json TMP/pipe", "a pipe, which the file would replace"),
+    ("plan TMP/pipe.toml --cluster 1xcpu --json TMP/link", "pipe, which the file would replace"),
     ("make-policy head_dym=3", "head_dym: unknown setting (value 3); did you mean head_dim?"),
     ("make-policy top_k=8 experts=4", "top_k: 8 is more than experts=4"),
 ]
 
 
-def test_commands(fails, policy, tmp_path, subtests):
+def test_commands(fails, recipe, policy, tmp_path, subtests):
+    os.mkfifo(tmp_path / "pipe")
+    shutil.copy(recipe, tmp_path / "pipe.toml")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe.toml")  # as /dev/stdout may lead to a file
     for words, expected in REFUSED:
         filled = words.replace("TMP", str(tmp_path)).replace("POLICY", str(policy))
         with subtests.test(words):

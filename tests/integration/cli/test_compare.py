@@ -316,7 +316,7 @@ def test_steps_and_jobs_are_those_of_the_arms(recipe):
 
 
 def test_default_number_of_jobs(recipe, monkeypatch):
-    monkeypatch.setattr("onepolicy.launch.plan_arms._cores", lambda: 8)
+    monkeypatch.setattr("onepolicy.launch.plan_arms.usable_cores", lambda: 8)
 
     def jobs(*words):
         return plan_jobs([load(recipe, [*words])], None)

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from onepolicy.cli import main, process
-from onepolicy.config import UsageError, resolve
+from onepolicy.config import TrainingError, UsageError, resolve
 from onepolicy.config.address import check_host, check_port, check_ray_address, check_url
 from onepolicy.config.output_paths import (
     check_new_run_folder,
@@ -26,6 +27,8 @@ from onepolicy.config.output_paths import (
     check_resumable,
     claim_run_folder,
 )
+from onepolicy.config.stored_config import check_trust
+from onepolicy.run.run_folder import convert_write_errors
 from support.paths import ROOT
 
 SOURCE = ROOT / "src"
@@ -411,6 +414,22 @@ def test_ctrl_c_reports_the_cost_of_a_resume(run):
     )
     (run / "metrics.jsonl").write_bytes(b"\x80")
     assert "is of step 5" in process.describe_stop("Ctrl-C", run)
+
+
+def test_the_command_that_resumes_repeats_what_must_be_typed(run):
+    url = 'rollout.engine.url=["https://a.example", "https://b.example"]'
+    server = ["rollout.engine.kind=vllm-server", url, "rollout.engine.token_env=TOKEN"]
+    model = ["model.path=m", "model.trust_remote_code=true"]
+    config = resolve(CHAIN, [*model, *server])
+    (run / "config.json").write_text(config.model_dump_json())
+    said = process.describe_stop("SIGTERM", run)
+    command = shlex.split(said.partition("`")[2].partition("`")[0])
+    assert command[:4] == ["onepolicy", "train", "--resume", str(run)]
+    check_trust(config, run, command[4:], "train")
+    assert resolve(config.model_dump(), command[4:]) == config
+    with pytest.raises(TrainingError) as failed, convert_write_errors(run):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert f"continue with `{shlex.join(command)}`" in str(failed.value)
 
 
 def test_ctrl_c_of_other_commands_does_not_mention_resuming(monkeypatch, capsys):

@@ -38,6 +38,14 @@ def test_each_rank_gets_the_command_and_its_number(tmp_path, monkeypatch):
     assert agent.run_on_ranks([str(tmp_path), "a=${local_rank} $$", 'b="x y"'], two) == 0
     for rank in ("0", "1"):
         assert (tmp_path / rank).read_text() == 'a=${local_rank} $$|b="x y"|2|3'
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)  # of the machine, of which a job has a part
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(11)))
+    for exported, threads in ((["7"], "7"), ([], "5")):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        for value in exported:
+            monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert agent.run_on_ranks([str(tmp_path)], TWO) == 0
+        assert [(tmp_path / rank).read_text() for rank in "01"] == 2 * [f"2|{threads}"]
     monkeypatch.undo()
     assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before
 

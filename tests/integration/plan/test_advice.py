@@ -18,11 +18,11 @@ def to_type(lines):
     return shlex.split(line.removeprefix("type: "))
 
 
-def planned(folder, tmp_path, *settings, cluster="1xRTX4090"):
+def planned(folder, tmp_path, *settings, cluster="1xRTX4090", recipe=QUICKSTART):
     """Return the plan of the quickstart with a model of this folder on a cluster, as JSON."""
     path = tmp_path / "plan.json"
-    recipe = ["plan", str(QUICKSTART), f"model.path={folder}"]
-    main([*recipe, *settings, "--cluster", cluster, "--json", str(path)])
+    command = ["plan", str(recipe), f"model.path={folder}"]
+    main([*command, *settings, "--cluster", cluster, "--json", str(path)])
     return json.loads(path.read_text())
 
 
@@ -93,6 +93,45 @@ def test_the_graphs_of_a_step_are_freed_before_what_needs_it(larger, tmp_path):
     assert lines[0].startswith("train.reuse_scoring_forward=false: ")
     adapters = next(line for line in lines if "train.lora.rank=16" in line)
     assert adapters.endswith(", fits"), lines
+
+
+def test_an_engine_that_sleeps_has_the_room_of_a_micro_batch(larger, tmp_path):
+    """vLLM's beside the learner, which works on gradients and activations while it sleeps."""
+    found = []
+    for sleeps in ("true", "false"):
+        settings = ["replay.mode=off", "rollout.engine.kind=vllm", "rollout.engine.max_len=2048"]
+        settings.append(f"rollout.engine.enable_sleep_mode={sleeps}")
+        plan = planned(larger, tmp_path, *settings, cluster="1xH100")
+        found.append((plan["chosen"]["learner_bytes"], plan["chosen"]["engine"]["cache"]))
+        share = plan["constants"]["engine_share"]["value"]
+    (asleep, cache), (awake, less) = found
+    working = ("gradients", "gathered", "activations", "logits", "routes")
+    freed = sum(awake[name] for name in working)
+    assert cache - less == pytest.approx(share * freed)
+    assert asleep["total"] <= asleep["room"]
+
+
+def test_a_length_that_nobody_set_is_the_longest_that_fits(larger, tmp_path, capsys):
+    """A run chooses it. One that cuts off the planned sequences of 592 tokens is not chosen."""
+    recipe = tmp_path / "unset.toml"
+    recipe.write_text(QUICKSTART.read_text().replace(", max_len = 128", ""))
+    asked = ["replay.mode=off", "train.reuse_scoring_forward=false"]
+    asked.append("rollout.engine.max_num_seqs=4")
+
+    def at(*words):
+        return planned(larger, tmp_path, *asked, *words, cluster="1xH200", recipe=recipe)
+
+    whole = at()
+    chosen, reserve = whole["chosen"], whole["constants"]["learner_reserve"]["value"]
+    assert chosen["fits"]
+    assert "rollout.engine.max_len: " not in capsys.readouterr().err
+    for rows, fitting in ((1024 + 32, 1024), (576, None)):
+        used = chosen["learner_bytes"]["total"] - chosen["engine"]["cache"] * (1 - rows / 4096)
+        found = at("--constant", f"memory={used / (1 - reserve)}")
+        said = capsys.readouterr().err
+        assert found["chosen"]["fits"] is (fitting is not None)
+        assert (f"rollout.engine.max_len: {fitting}, about the longest" in said) is bool(fitting)
+        assert found["chosen"]["engine"]["tokens"] == 4 * (fitting or 4096)
 
 
 @pytest.fixture(scope="module")

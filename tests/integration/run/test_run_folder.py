@@ -1,8 +1,11 @@
 """Run folders through the command line: damaged, of other kinds of files, already taken, without a
 checkpoint."""
 
+import errno
+import fcntl
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +15,9 @@ import pytest
 import torch
 
 from onepolicy.cli import main
+from onepolicy.config import UsageError
 from onepolicy.run import loop as run_loop
+from onepolicy.run.run_folder import lock_run
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +134,27 @@ def test_a_lock_that_cannot_be_taken_is_one_message(copy, capsys):
     assert main(commands(copy)["resume"]) == 2
     words = f"{copy}: cannot be written to: Is a directory; make it writable, or copy it"
     assert words in capsys.readouterr().err
+
+
+def test_a_file_system_without_locks_is_noted_once(tmp_path, capsys, monkeypatch):
+    """Other errors of a lock still refuse the run."""
+    number = errno.ENOLCK
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for number in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+        with lock_run(tmp_path):
+            assert (tmp_path / ".lock").exists()
+        assert capsys.readouterr().err.splitlines() == [
+            f"onepolicy: {tmp_path}: cannot be locked: {os.strerror(number)}; no second process "
+            "may train in it"
+        ]
+    number = errno.EACCES
+    words = "cannot be written to: Permission denied"
+    with pytest.raises(UsageError, match=words), lock_run(tmp_path):
+        pass
 
 
 @pytest.mark.full

@@ -220,6 +220,8 @@ SETTINGS = [
     ],
     ["out=r\u00fcns/\u2192 #1"],
     ["train.ranks=2", "cluster.kind=ray", "rollout.quant.format=int8"],
+    ["model.dtype=float32"],  # a precision of the user's own, on a GPU too
+    ["train.autocast=off"],
 ]
 
 
@@ -227,12 +229,14 @@ def test_printed_settings_are_the_same_settings(subtests):
     for overrides in SETTINGS:
         with subtests.test(overrides[0]):
             config = load(QUICKSTART, overrides)
-            assert resolve(tomllib.loads(as_toml(config))) == config
+            printed = resolve(tomllib.loads(as_toml(config)))
+            assert printed == config
+            assert printed.names_precision == config.names_precision
 
 
 def test_a_printed_setting_is_described():
     lines = as_toml(load(QUICKSTART)).splitlines()
-    described = " ".join(lines[: lines.index('dtype = "float32"')][-3:])
+    described = " ".join(lines[: lines.index('# dtype = "float32"')][-3:])
     assert "# Dtype of the trained parameters." in described
     assert "# quant is unset" in lines
     assert lines[lines.index("[replay]") + 1].startswith(("#", "mode"))

@@ -108,6 +108,15 @@ def test_overrides_of_a_stored_run(subtests):
         with subtests.test(typed=typed):
             found = value_at(resolve(stored, typed), path)
             assert found == value or found.model_dump().items() >= value.items()
+    for recipe, typed, path, value in (  # and a recipe may write a bare word
+        ({"train": {"lora": "off"}}, "train.lora.rank=16", "train.lora.rank", 16),
+        ({"rollout": {"pressure": "off"}}, "rollout.pressure.scale=2", "rollout.pressure.scale", 2),
+        ({"rollout": {"quant": "off"}}, "rollout.quant.format=fp8", "rollout.quant.format", "fp8"),
+        ({"rollout": {"quant": "simulated"}}, "rollout.quant.bits=3", "rollout.quant.bits", 3),
+    ):
+        with subtests.test(typed, recipe=recipe):
+            config = resolve(MINIMAL | recipe, [typed, "replay.min_agreement=0"])
+            assert value_at(config, path) == value
     with pytest.raises(UsageError, match="leave one of the two out"):
         resolve(stored, ["task.held_out=5", "task.held_out_path=b"])
     with pytest.raises(UsageError, match=r"optim\.lr is a value, not a section"):

@@ -54,6 +54,8 @@ LOW = {"model": {"path": "x", "dtype": "bfloat16"}}
 SERVER = {"engine": {"kind": "vllm-server"}}
 EMBEDDED = {"engine": {"kind": "hf", "max_num_seqs": 3, "max_len": 32}}
 CRITIC = {"objective": {"preset": "ppo"}}
+GYM = {"kind": "gym", "name": "chain_sum"}
+REACT = {"kind": "react", "problems": GYM, "tools": [{"kind": "calculator"}]}
 RAY = {"kind": "ray", "replicas": 3, "gpus_per_replica": 0.5}
 
 
@@ -326,6 +328,16 @@ def test_a_learners_device_holds_the_engine_in_its_process():
     for shared, more in ((True, held), (False, 0)):
         option = PlanOption(**unset | parts | {"engine_on_learner": shared})
         assert option.learner_used == learner().total + more
+    # an engine that sleeps frees its memory while the learner works
+    held_by_learner = learner(LOW)
+    kept = held_by_learner.kept
+    states = ("parameters", "masters", "optimiser", "others")
+    assert kept == sum(getattr(held_by_learner, name) for name in states) < held_by_learner.total
+    for cache in (0.0, 1e6):
+        awake = dataclasses.replace(engine(EMBEDDED), cache=cache)
+        parts = {"learner": held_by_learner, "engine": awake, "start": start}
+        option = PlanOption(**unset | parts | {"engine_on_learner": True, "sleeps": True})
+        assert option.learner_used == max(held_by_learner.total, kept + 4000 + cache)
 
 
 def test_weights_read_by_a_forward():
@@ -481,6 +493,16 @@ def test_sync_by_way():
     assert sync("memory", rollout={}) == (8000 + 4000) / 100
     codes = dataclasses.replace(WEIGHTS, total=2500)
     assert sync("memory", rollout={"quant": "int8"}, weights=codes) == (8000 + 2500) / 100
+    own = config(rollout=SERVER, train={"lora": {"rank": 2, "sync": "native"}})
+    adapted = dataclasses.replace(DIMS, adapter=100)
+
+    def factors(way, ranks=1):  # of A and B, in float32, which every rank has
+        return times.sync_seconds(adapted, own, cluster(), WEIGHTS, ranks, way)
+
+    assert factors("gloo") == 400 / 10
+    assert factors("files") == 400 / 20 * 2
+    assert factors("nccl") == 400 / 25
+    assert factors("memory") == factors("memory", ranks=2) == 2 * 400 / 100
 
 
 def test_sync_to_several_engines():
@@ -543,6 +565,12 @@ def test_routes_and_layers_that_are_sent():
         own = config(rollout=SERVER, train={"tokens_per_micro_batch": budget})
         found = times.communication_volume(DIMS, own, WORK, ranks)
         assert found.gathered == gathered
+    for objective, layers in (  # bytes of a parameter as above
+        ({"kl": {"coef": 0.1}}, 4 * 4 + 4),  # the reference reads it once more
+        ({"baseline": "critic", "normalise": "none"}, 4 * 6 + 2 * 4),  # the critic three times
+    ):
+        own = config(rollout=SERVER, objective=objective)
+        assert times.communication_volume(DIMS, own, WORK, 4).gathered == 2000 * 3 / 4 * layers
 
 
 def test_lengths_are_checked_against_the_context():
@@ -553,6 +581,19 @@ def test_lengths_are_checked_against_the_context():
 
     assert (work(64).prompt, work(4096).prompt) == (24, 512)
     assert work(64, prompt=3, response=5).length == 8
+    turns = config(
+        task=REACT | {"max_turns": 3},
+        rollout={"engine": {"max_len": 256}, "sampling": {"max_tokens": 48}},
+    )
+    for typed, prompt, response in (
+        ({}, 112, 3 * 48),
+        ({"response": 20}, 236, 20),
+        ({"prompt": 200}, 200, 56),
+    ):
+        found = step_work.step_work(turns, 4096, **{"prompt": None, "response": None} | typed)
+        assert (found.prompt, found.response) == (prompt, response)
+    with pytest.raises(UsageError, match="--prompt-tokens: 256 and 1"):
+        step_work.step_work(turns, 4096, prompt=256, response=None)
     for given, words in (
         ({"context": 40}, "max_tokens: 40 leaves no room"),
         ({"context": 64, "response": 64}, "--response-tokens: 64 leaves no room"),

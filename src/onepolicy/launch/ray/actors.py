@@ -13,8 +13,9 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from onepolicy.config import RunConfig, ServiceUnavailable, TrainingError
+from onepolicy.config import RunConfig, ServiceUnavailable, TrainingError, UsageError
 from onepolicy.config.cluster import RayCluster
+from onepolicy.config.input_files import absolute_path
 from onepolicy.interfaces import Progress, RolloutEngine
 from onepolicy.launch.agent import environment, on_loopback
 from onepolicy.launch.launcher import Launcher
@@ -144,7 +145,7 @@ class _RunActors:
         if self.cuda if gpus is None else gpus > 0:
             device = "cuda"
         return EngineSpec(
-            spec.model,
+            spec.model.model_copy(update={"path": absolute_path(spec.model.path)}),
             spec.config,
             torch.device(device),
             spec.max_len,
@@ -195,15 +196,28 @@ def _last_line(error: Exception) -> str:
 def _reserve_driver_gpu(placement: PlacementGroup) -> int:
     """Reserve the GPU in the driver's bundle, select it here, and return its index in torch.
 
-    It stays reserved until the placement group is removed.
+    It stays reserved until the placement group is removed. Raises UsageError for a GPU that this
+    process does not see.
     """
     actor_class: Any = ray.remote(DriverReservation)
     actor = actor_class.options(**placement.actor_options(0)).remote()
     (gpu,) = json.loads(ray.get(actor.process_info_json.remote()))["gpus"]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    index = visible.index(gpu) if gpu in visible else int(gpu)
+    index = _index_of_gpu(gpu, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     torch.cuda.set_device(index)
     return index
+
+
+def _index_of_gpu(gpu: str, variable: str) -> int:
+    """Return the index in torch of a GPU of Ray. variable: this process's CUDA_VISIBLE_DEVICES."""
+    visible = [each.strip() for each in variable.split(",")]
+    if gpu in visible:
+        return visible.index(gpu)
+    if variable or not gpu.isdecimal():
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES: Ray has reserved GPU {gpu} for this process, which sees "
+            f"{variable or 'all by their numbers'}; set it to what it was as Ray was started here"
+        )
+    return int(gpu)
 
 
 class DriverReservation:

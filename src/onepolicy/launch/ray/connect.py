@@ -6,9 +6,11 @@ import importlib.util
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -80,7 +82,7 @@ def _connected(config: RunConfig, cluster: RayCluster) -> Iterator[None]:
             "object_store_memory": OBJECT_STORE_BYTES,
         }
     try:
-        with starting:
+        with starting, _kept_sigterm():
             ray.init(
                 log_to_driver=False,
                 configure_logging=False,
@@ -97,6 +99,19 @@ def _connected(config: RunConfig, cluster: RayCluster) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _kept_sigterm() -> Iterator[None]:
+    """Keep the handler of SIGTERM, which reports the run: ray.init sets its own.
+
+    Where nobody has set one, Ray's stays, which ends its processes.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and handler not in (None, signal.SIG_DFL):
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _refuse_imported_ray() -> None:
@@ -169,7 +184,8 @@ def _check_port_answers(address: str) -> None:
         return
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        place = (host.strip("[]"), int(port))  # of an IPv6 address, which only a text needs
+        socket.create_connection(place, timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
         raise ServiceUnavailable(f"cluster.address: no Ray at {address}: {error}") from None
 

@@ -198,7 +198,7 @@ class RankLearner(LocalLearner):
         if self.adapter is not None:
             super().save(folder, finish)
             return
-        with self.ranks.everywhere("save", folder=str(folder)):
+        with self.ranks.everywhere("save", folder=str(folder.absolute())):
             pending = self._start_saving(folder)
         pending.then(partial(self._export, folder, finish))
 
@@ -219,7 +219,7 @@ class RankLearner(LocalLearner):
             self.pending_save = None
 
     def restore(self, folder: Path) -> None:
-        with self.ranks.everywhere("restore", folder=str(folder)):
+        with self.ranks.everywhere("restore", folder=str(folder.absolute())):
             super().restore(folder)
 
 

@@ -3,10 +3,15 @@
 import copyreg
 import dataclasses
 import io
+import json
 import pickle
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +22,21 @@ connect.prepare_environment(own=True)  # for tests in this process that start Ra
 ray = pytest.importorskip("ray")
 from ray import cloudpickle  # noqa: E402
 
-from onepolicy.config import RunConfig, TrainingError, UsageError, resolve  # noqa: E402
+from onepolicy.build import sharded_learner  # noqa: E402
+from onepolicy.config import (  # noqa: E402
+    RunConfig,
+    ServiceUnavailable,
+    TrainingError,
+    UsageError,
+    resolve,
+)
+from onepolicy.launch.ray import actors  # noqa: E402
 from onepolicy.launch.ray.placement import ResourceRequest  # noqa: E402
 from onepolicy.launch.ray.tensors import bytes_of, tensor_of  # noqa: E402
 from onepolicy.replay.checks import RoutingError  # noqa: E402
+from onepolicy.rollout.spec import EngineSpec  # noqa: E402
 from onepolicy.support.trace import SupportTrace  # noqa: E402
+from onepolicy.train.sharded import rank  # noqa: E402
 from onepolicy.types import Completion, RouteSpan, RoutingTrace  # noqa: E402
 
 BASE = {"out": "x", "steps": 1, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
@@ -54,6 +69,47 @@ def test_the_connection_ends_with_the_run(monkeypatch):
     assert calls == ["init", "launcher", "shutdown"]
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_handler_of_sigterm_outlives_the_start_of_ray(elsewhere, monkeypatch):
+    """It reports the run. elsewhere: in another thread, where Ray sets none."""
+
+    def own(*_):
+        pass
+
+    def init(**_):
+        if not elsewhere:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+
+    def connected():
+        with connect._connected(settings(), settings().cluster):
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    found, before = [], signal.signal(signal.SIGTERM, own)
+    try:
+        if elsewhere:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(connected).result()
+        else:
+            connected()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert found == [own]
+
+
+def test_an_ipv6_address_is_reached_without_its_brackets(monkeypatch):
+    def refuse(place, timeout):
+        raise ConnectionRefusedError(str(place))
+
+    monkeypatch.setattr(connect.socket, "create_connection", refuse)
+    for address, host in (("[::1]:6379", "::1"), ("10.0.0.1:6379", "10.0.0.1")):
+        connect.check_address(address, "none")
+        with pytest.raises(ServiceUnavailable) as refused:
+            connect._check_port_answers(address)
+        assert str(refused.value) == f"cluster.address: no Ray at {address}: {(host, 6379)}"
+
+
 def test_a_ray_that_everybody_can_command_is_refused(monkeypatch):
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     connect.check_address("auto", "none")
@@ -70,6 +126,61 @@ def test_a_process_that_imported_ray_before_does_not_start_one(monkeypatch):
         connect.open_ray_launcher(settings(), print),
     ):
         pass
+
+
+def test_the_driver_takes_the_gpu_that_ray_has_reserved_or_none(monkeypatch):
+    reply = SimpleNamespace(remote=lambda: json.dumps({"gpus": reserved}))
+    reservation = SimpleNamespace(remote=lambda: SimpleNamespace(process_info_json=reply))
+    actor_class = SimpleNamespace(options=lambda **_: reservation)
+    reserved, chosen = [], []
+    placement = SimpleNamespace(actor_options=lambda bundle: {})
+    monkeypatch.setattr(actors.ray, "remote", lambda kind: actor_class)
+    monkeypatch.setattr(actors.ray, "get", lambda given: given)
+    monkeypatch.setattr(actors.torch.cuda, "set_device", chosen.append)
+    for gpu, variable, index in (("3", "", 3), ("3", "2,3", 1), ("GPU-b", "GPU-a, GPU-b", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        reserved[:] = [gpu]
+        assert actors._reserve_driver_gpu(placement) == chosen.pop() == index
+    for gpu, variable in (("3", "0,1"), ("0", "GPU-a"), ("GPU-a", "")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        reserved[:] = [gpu]
+        with pytest.raises(UsageError, match=f"CUDA_VISIBLE_DEVICES: Ray has reserved GPU {gpu} "):
+            actors._reserve_driver_gpu(placement)
+    assert not chosen
+
+
+def test_paths_are_sent_for_any_working_folder(tmp_path, monkeypatch):
+    """Those of a Ray that somebody else started have another one."""
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    here, hub = str(tmp_path / "model"), "org/name"
+    config = settings("model.path=model", "objective.kl.coef=1", "objective.kl.reference=model")
+    sent = []
+
+    @contextmanager
+    def everywhere(name, **arguments):
+        sent.append((name, arguments))
+        yield
+
+    ranks = SimpleNamespace(everywhere=everywhere)
+    monkeypatch.setattr(sharded_learner, "_build", lambda *given: given)
+    assert sharded_learner.build_rank_learner(config, config.model, ranks)[0] == config
+    (_, arguments) = sent.pop()
+    told = RunConfig.model_validate_json(arguments["config"])
+    assert (told.model.path, told.objective.kl.reference) == (here, here)
+    assert json.loads(arguments["model"])["path"] == here
+    learner = object.__new__(rank.RankLearner)
+    learner.ranks, learner.adapter, saving = ranks, None, SimpleNamespace(then=lambda _: None)
+    monkeypatch.setattr(rank.LocalLearner, "restore", lambda *_: None)
+    monkeypatch.setattr(rank.RankLearner, "_start_saving", lambda *_: saving)
+    learner.restore(Path("run"))
+    learner.save(Path("run"), print)
+    assert sent == [(call, {"folder": str(tmp_path / "run")}) for call in ("restore", "save")]
+    run = SimpleNamespace(cluster=config.cluster, cuda=False)
+    for path, expected in (("model", here), (hub, hub), ("tiny", "tiny")):
+        model = config.model.model_copy(update={"path": path})
+        spec = EngineSpec(model, config.rollout.engine, torch.device("cpu"), 64)
+        assert actors._RunActors._replica_spec(run, spec).model.path == expected
 
 
 def test_room():
