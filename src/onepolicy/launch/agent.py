@@ -109,7 +109,7 @@ def _launch_config(folder: str, count: int) -> LaunchConfig:
 
 
 def _threads(config: RunConfig, count: int) -> int | str:
-    """Return each rank's threads: train.threads, or what is exported, or a share of the cores."""
+    """Return each rank's threads: train.threads, or those exported, or a share of the cores."""
     exported = os.environ.get("OMP_NUM_THREADS")
     return config.train.threads or exported or max(1, usable_cores() // count)
 

@@ -164,7 +164,7 @@ def _is_used(folder: Path) -> bool:
 def _try_lock(file: int) -> bool:
     """Lock an open file. Return False if another process has locked it.
 
-    On a file system without locks, what is known of processes decides alone.
+    A file system without locks leaves it to the processes that are known.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
