@@ -85,7 +85,7 @@ def samples(count: int, length: int) -> TokenBatch:
         Sample(
             torch.randint(3, 32, (length + 1,)).int(),
             slots,
-            slots.float(),
+            -slots.float(),
             blank,
             blank,
             1.0,
