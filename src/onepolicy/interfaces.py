@@ -23,8 +23,8 @@ NamedWeights = Iterable[tuple[str, Tensor]]
 class SampleFn(Protocol):
     """A function that samples one model turn after `tokens`.
 
-    max_tokens: most tokens of this turn; None: the run's limit. initial_prompt_len: of the turn's
-    conversation; 0: of the episode's first turn.
+    max_tokens: most tokens of this turn; None: the run's limit. root: tokens of its conversation's
+    first prompt; 0: of the episode's.
     """
 
     async def __call__(
@@ -33,7 +33,7 @@ class SampleFn(Protocol):
         *,
         max_tokens: int | None = None,
         routes_from: int = 0,
-        initial_prompt_len: int = 0,
+        root: int = 0,
     ) -> Completion: ...
 
 

@@ -163,7 +163,7 @@ class History:
         path = self._path_for(plan, siblings)
         start = len(path.tokens)
         assert path.tokens == plan.tokens
-        path.forget_route(start - 1)  # of another turn's forward; this one has its own
+        path.forget_last_route()  # of another turn's forward; this one has its own
         _append(path, completion)
         text = decode_tokens(self.renderer.tokenizer, completion.token_ids.tolist())
         if stop is not None:

@@ -116,7 +116,7 @@ class Programs:
                     plan.tokens,
                     max_tokens=max_tokens,
                     routes_from=plan.routes_from,
-                    initial_prompt_len=plan.initial_prompt_len,
+                    root=plan.initial_prompt_len,
                 )
             except Exception as error:  # the run's, not the program's: it ends the episode
                 failures.append(error)

@@ -175,7 +175,7 @@ class Session:
     async def _reserve(self, max_tokens: int) -> int:
         """Take a turn and at most so many of the episode's tokens, and return how many.
 
-        What concurrent turns may still use is theirs; if nothing is left beside them, this one
+        Those that concurrent turns may still use are theirs; if none is left beside them, this one
         waits until one of them has ended. Raises RequestError if the episode's limits are reached.
         """
         turns, tokens = self.limits.turns, self.limits.tokens

@@ -89,11 +89,7 @@ async def play_episode(
     turn = first = 0
 
     async def sample(
-        tokens: Sequence[int],
-        *,
-        max_tokens: int | None = None,
-        routes_from: int = 0,
-        initial_prompt_len: int = 0,
+        tokens: Sequence[int], *, max_tokens: int | None = None, routes_from: int = 0, root: int = 0
     ) -> Completion:
         nonlocal turn, first
         turn += 1
@@ -105,7 +101,7 @@ async def play_episode(
             sampling,
             max_tokens=limit,
             routes_from=routes_from,
-            initial_prompt_len=initial_prompt_len or first,
+            initial_prompt_len=root or first,
         )
         completion = await engine.generate(tokens, turn_sampling, seed=seeds(turn - 1))
         turn_name = f"{name}, turn {turn - 1}"

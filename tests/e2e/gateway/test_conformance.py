@@ -76,7 +76,7 @@ def rendered_again(patch):
 
 def sampled_twice(patch):
     answer = session.Session.answer
-    patch.setattr(session.Session, "answer", lambda self, asked, key, repeated: answer(self, asked))
+    patch.setattr(session.Session, "answer", lambda self, asked, *key, **how: answer(self, asked))
 
 
 def stream_of(dialect, change):

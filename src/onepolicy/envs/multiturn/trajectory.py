@@ -107,9 +107,9 @@ class Trajectory:
         self.turns = max(self._turn) + 1
         self.finish = "stop"
 
-    def forget_route(self, token: int) -> None:
-        """Take out the route of a token, for that of the completion after it."""
-        self._routes.forget(token)
+    def forget_last_route(self) -> None:
+        """Take out the route of the last token, for that of the completion after it."""
+        self._routes.truncate(len(self.tokens) - 1)
 
     def fork(self) -> Trajectory:
         """Return an independent copy."""
@@ -164,10 +164,7 @@ class Trajectory:
         return SupportTrace.join([self._sets.get(i, empty) for i in range(1, length)])
 
     def _stack_tops(self, column: int, fill: float, length: int) -> Tensor | None:
-        """Return [length - 1, k]: top_ids (column 0) or top_logp (column 1) of every slot.
-
-        A slot that predicts an observed token gets `fill`.
-        """
+        """Return [length - 1, k]: top_ids (column 0) or top_logp (1), `fill` for observed tokens."""
         if not self._tops:
             return None
         tops = {token: top[column] for token, top in self._tops.items()}
@@ -240,10 +237,6 @@ class RouteBuffer:
         last = max(length - 1, 0)  # refused for the sake of the token after it
         self._valid[length:] = self._refused[last:] = False
         self._known = min(self._known, last)
-
-    def forget(self, token: int) -> None:
-        self._valid[token : token + 1] = False
-        self._known = min(self._known, token)
 
     def to_trace(self, slots: int) -> RoutingTrace | None:
         """Return rows [0, slots), or None if no forward pass ever returned a row."""
