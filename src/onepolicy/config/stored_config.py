@@ -72,7 +72,7 @@ def settings_to_repeat(config: RunConfig) -> list[str]:
 
 
 def resume_command(run: Path) -> str:
-    """Return the command that resumes a run, with what has to be typed again. Raises nothing."""
+    """Return the command that resumes a run, with `settings_to_repeat`. Raises nothing."""
     words = ["onepolicy", "train", "--resume", str(run)]
     with suppress(UsageError, OSError):  # damaged settings, which a resume will report
         words += settings_to_repeat(read_stored_config(run))

@@ -109,13 +109,13 @@ def _launch_config(folder: str, count: int) -> LaunchConfig:
 
 
 def _threads(config: RunConfig, count: int) -> int | str:
-    """Return each rank's threads: train.threads, or those exported, or a share of the cores."""
+    """Return each rank's threads: train.threads, an exported number, or a share of the cores."""
     exported = os.environ.get("OMP_NUM_THREADS")
     return config.train.threads or exported or max(1, usable_cores() // count)
 
 
 def rank_variables(folder: str, threads: int | str) -> dict[str, str]:
-    """Return what the ranks inherit, and what keeps the agent from opening a port of its own."""
+    """Return the ranks' variables, and one that keeps the agent from opening a port of its own."""
     return {
         AGENT_ENV: str(os.getpid()),
         RENDEZVOUS_ENV: f"file://{folder}/store",
