@@ -1,4 +1,4 @@
-"""A trial of benchmarks/mutants.py: pytest in a fork, with a limit. What passes without a mutant."""
+"""A trial of benchmarks/mutants.py: pytest in a fork, with a limit; what passes without one."""
 
 from __future__ import annotations
 

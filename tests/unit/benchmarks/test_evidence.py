@@ -341,11 +341,17 @@ def test_the_page_has_the_demonstration_which_meets_what_was_asked_beforehand(de
         assert doc_tables.tables("evidence")[name]["rows"] == rows
 
 
-def test_the_table_of_steps_is_that_of_the_steps_in_the_tree(demonstration, tmp_path, monkeypatch):
+def test_the_table_of_steps_is_that_of_the_steps_in_the_tree(
+    demonstration, tmp_path, monkeypatch, capsys
+):
+    """Read again from runs with these steps; the tree is written if it is asked for."""
     found = demonstration.read_steps()
     rows = demonstration.steps_table(found)
     assert doc_tables.tables("evidence")["real-steps"]["rows"] == rows
-    written = demonstration.STEPS.read_text()
+    tree = [
+        (path, path.read_bytes())
+        for path in (demonstration.STEPS, doc_tables.DATA / "evidence.json")
+    ]
     for seed, columns in found.items():
         for arm in demonstration.ARMS:
             folder = tmp_path / f"{arm}-seed{seed}"
@@ -356,9 +362,15 @@ def test_the_table_of_steps_is_that_of_the_steps_in_the_tree(demonstration, tmp_
                 for at in range(400)
             ]
             (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
-    monkeypatch.setattr(demonstration, "STEPS", tmp_path / "steps.csv")
-    demonstration.write_steps([tmp_path])
-    assert demonstration.STEPS.read_text() == written
+    for words, wrote in (([], {}), (["--tree"], {"real-steps": rows})):
+        docs = {}
+        monkeypatch.setattr(demonstration, "write_docs", docs.update)
+        monkeypatch.setattr("sys.argv", ["x", "--steps", str(tmp_path), *words])
+        demonstration.main()
+        assert docs == wrote
+        assert [(path, path.read_bytes()) for path, _ in tree] == tree
+    assert (tmp_path / demonstration.STEPS.name).read_bytes() == tree[0][1]
+    assert "  ".join(rows[0]) in capsys.readouterr().out
 
 
 def test_the_picture_of_the_demonstration_says_what_the_table_of_steps_does(demonstration):
