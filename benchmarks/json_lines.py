@@ -50,7 +50,7 @@ def locked(path: Path, fix: str) -> Iterator[None]:
 
 @contextmanager
 def appending(path: Path) -> Iterator[Callable[[Line], None]]:
-    """Lock a file of results, and yield what appends a line to it."""
+    """Lock a file of results, and yield a function that appends a line to it."""
     with locked(path, "wait for it, or give --results another file"):
         drop_cut_line(path)
 

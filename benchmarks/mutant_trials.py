@@ -1,4 +1,4 @@
-"""A trial of benchmarks/mutants.py: pytest in a fork, with a limit; what passes without one."""
+"""A trial of benchmarks/mutants.py: pytest in a fork, with a limit, and which tests pass."""
 
 from __future__ import annotations
 

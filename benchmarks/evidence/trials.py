@@ -1,4 +1,4 @@
-"""What the registered studies share: which lines count, what a run's line says, who plays it."""
+"""Shared by the registered studies: the lines that count, the line of a run, and its process."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _git(*words: str) -> str:
 
 
 def digest_of(plan: Any, recipe: Path, policy: Path) -> str:
-    """Return a digest of what makes a run: its plan, its recipe, and its policy's weights."""
+    """Return a digest of a run's plan, its recipe, and its policy's weights."""
     found = blake2b(json.dumps(plan, sort_keys=True).encode(), digest_size=8)
     found.update(recipe.read_bytes())
     found.update(_weights(policy))
@@ -120,9 +120,8 @@ def _weights(policy: Path) -> bytes:
 def trained(line: Line, folder: Path, train: Callable[[], object]) -> list[Line]:
     """Train one run into its folder, anew. Write into its line how it ended, return its metrics.
 
-    A run that fails has an `error`. What says nothing about the run is raised, so that it gets no
-    line: a fault of the machine, and what stops a run before its first step but for a
-    TrainingError.
+    A run that fails has an `error`. Errors that say nothing about it are raised, so that it gets no
+    line: faults of the machine, and before the first step all but a TrainingError.
     """
     with locked(folder.with_name(f"{folder.name}.lock"), "wait for it, or give another --out"):
         shutil.rmtree(folder, ignore_errors=True)  # a run that was stopped
@@ -165,7 +164,7 @@ def blocks_of(steps: Sequence[Line], count: int) -> list[Sequence[Line]]:
 
 
 def played(play: Callable[[Job], Line], jobs: Sequence[Job], workers: int) -> Iterator[Line]:
-    """Yield the lines of all jobs as they end. Raises what ended a run without a line.
+    """Yield the lines of all jobs as they end. Raises the first error of a run without a line.
 
     Then no other run begins, and those that have begun give theirs first. Each run has a process of
     its own, which ends with this one: after several runs in one, Python's executor may wait for
