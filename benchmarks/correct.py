@@ -29,6 +29,7 @@ args = parser.parse_args()
 os.environ.update(OMP_NUM_THREADS=str(args.threads), OMP_WAIT_POLICY="passive")
 
 import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from onepolicy.config.presets import correction_presets  # noqa: E402
 from onepolicy.correct.current_policy import live_weights  # noqa: E402
@@ -52,8 +53,7 @@ def median(run: Callable[[], object]) -> float:
     return statistics.median(seconds)
 
 
-def softmax() -> None:
-    logits = torch.randn(CHUNK, VOCABULARY, device=DEVICE)
+def softmax(logits: Tensor) -> None:
     for _ in range(0, T, CHUNK):
         logits.softmax(-1)
 
@@ -69,7 +69,8 @@ def main() -> None:
         "turn": torch.zeros_like(segment),
         "advantage": torch.randn(T, device=DEVICE),
     }
-    yardstick = median(softmax)
+    logits = torch.randn(CHUNK, VOCABULARY, device=DEVICE)
+    yardstick = median(lambda: softmax(logits))
     print(
         f"{T} slots, {SEQUENCES} sequences, {DEVICE}, {args.threads} threads; "
         f"softmax {yardstick:.3f} s\n"

@@ -7,32 +7,35 @@
 
 A mutant is one comparison, constant, sign, bound, dropped statement or swapped argument. Lines are
 drawn with equal weight; docstrings, messages, annotations and raises are left out. Each mutant is
-tried with the tests that cover its line, the 200 quickest, for at most 60 s of CPU (three times
-that on the clock). `--tree` names another checkout, whose tests and sources are used. All is in
-runs/mutants; `run` goes on where it ended.
+tried with the tests that cover its line and pass without it, of the 200 quickest, for at most 60 s
+of CPU (three times that on the clock). `--tree` names another checkout, whose tests and sources are
+used. All is in runs/mutants; `run` goes on where it ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+
+import mutant_trials
+from json_lines import drop_cut_line, read_lines
+from mutant_trials import Passing
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "runs" / "mutants"
-MOST_TESTS, MOST_SECONDS = 200, 60.0
+MOST_TESTS = 200
 RESULTS = ("killed", "survived", "not covered", "undecided", "gone")
 OUTSIDE = ("report/", "cli/", "plan/")
 """Folders of texts and pages, which have no aim of their own."""
@@ -292,6 +295,7 @@ def run(tree: Path, folder: Path, mutants: list[Mutant], words: list[str], worke
     What the tests import from elsewhere is imported once; each trial is a fork.
     """
     results = folder / "results.jsonl"
+    drop_cut_line(results)
     done = {row["number"] for row in read_lines(results)}
     coverage = Coverage(tree, folder)
     work = [(n, coverage.tests(mutant)) for n, mutant in enumerate(mutants) if n not in done]
@@ -303,8 +307,9 @@ def run(tree: Path, folder: Path, mutants: list[Mutant], words: list[str], worke
         child = os.fork()
         if not child:
             copy = copy_of(tree, folder / f"tree_{worker}")
+            passing = Passing(partial(mutant_trials.failing, copy, words=words))
             for number, tests in work[worker::workers]:
-                row = attempt(copy, number, mutants[number], tests[:MOST_TESTS], words)
+                row = attempt(copy, number, mutants[number], tests[:MOST_TESTS], words, passing)
                 with results.open("a") as file:
                     file.write(json.dumps(row | {"tests": len(tests)}) + "\n")
                 print(number, row["result"], row.get("by", ""), flush=True)
@@ -330,80 +335,44 @@ def copy_of(tree: Path, folder: Path) -> Path:
 
 
 def attempt(
-    tree: Path, number: int, mutant: Mutant, tests: list[str], words: list[str]
+    tree: Path,
+    number: int,
+    mutant: Mutant,
+    tests: list[str],
+    words: list[str],
+    passing: Passing,
 ) -> dict[str, object]:
-    """Plant one mutant, run its tests until one fails, take it out again."""
+    """Plant one mutant, run its tests that pass without it until one fails, take it out again."""
     row: dict[str, object] = {"number": number}
     changed = mutant.apply(tree)
     if changed is None:
         return row | {"result": "gone"}
     if not tests:
         return row | {"result": "not covered"}
+    tests = passing.of(tests)
+    if not tests:
+        return row | {"result": "undecided"}
     path = tree / mutant.file
     original = path.read_text(encoding="utf-8")
-    ids, log = tree / "mutant-tests.txt", tree / "mutant-log.txt"
-    ids.write_text("\n".join(tests))
     path.write_text(changed, encoding="utf-8")
     shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
     began = time.monotonic()
     try:
-        status = in_fork(tree, [*words, "-x", "-rfE", "-p", "no:cacheprovider", f"@{ids}"], log)
+        status = mutant_trials.trial(tree, tests, [*words, "-x"])
     finally:
         path.write_text(original, encoding="utf-8")
         shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
     row["seconds"] = round(time.monotonic() - began, 1)
-    if status is None:
-        return row | {"result": "undecided"}
     if status == 0:
         return row | {"result": "survived"}
-    lines = log.read_text(errors="replace").splitlines()
+    if status != 1:  # the time was up, or pytest could not run them: no test has failed
+        return row | {"result": "undecided"}
+    lines = (tree / mutant_trials.LOG).read_text(errors="replace").splitlines()
     said = [line for line in lines if line.startswith(("FAILED", "ERROR", "SUBFAILED"))]
     return row | {"result": "killed", "by": (said or lines[-1:] or [f"status {status}"])[0][:300]}
 
 
-def in_fork(tree: Path, words: list[str], log: Path) -> int | None:
-    """Run pytest in a fork. Return its status, None if the time was up."""
-    child = os.fork()
-    if not child:
-        os.setsid()
-        os.chdir(tree)
-        os.environ["PYTHONPATH"] = str(tree / "src")
-        sys.path[:0] = [str(tree / "src")]
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        import pytest
-
-        sys.stdout.flush()
-        os._exit(int(pytest.main(words)))
-    end = time.monotonic() + 3 * MOST_SECONDS
-    while time.monotonic() < end and cpu_seconds(child) < MOST_SECONDS:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            _kill(child)
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    _kill(child)
-    os.waitpid(child, 0)
-    return None
-
-
-def cpu_seconds(process: int) -> float:
-    """Return the CPU seconds of a process and of those that it started and that have ended."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-
-
-def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-
-
 # --- results --------------------------------------------------------------------------------------
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def table(mutants: list[Mutant], names: list[str]) -> None:

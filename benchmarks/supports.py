@@ -91,8 +91,8 @@ def _median(cells: tuple[str, ...]) -> str:
 
 def exact(args: argparse.Namespace) -> None:
     """Print how many log-probabilities of engine and trainer differ in on-policy mode."""
-    table, tokens, differing = Table(title="numerics = on-policy"), 0, 0
-    for name in ("cut", "dtype", "tokens", "differ"):
+    table, totals = Table(title="numerics = on-policy"), [0, 0, 0]
+    for name in ("cut", "dtype", "tokens", "with a choice", "differ"):
         table.add_column(name, justify="right")
     for dtype in ("float32", "bfloat16"):
         for kind in list(KINDS)[1:]:
@@ -100,13 +100,20 @@ def exact(args: argparse.Namespace) -> None:
                 more = [*ON_POLICY, f"model.dtype={dtype}"]
                 run = run_of(args, kind, SHORT, folder, *more, dtype=dtype)
                 results = [run.result() for _ in range(args.steps)]
-            assert all(result.batch.support is not None for result in results)
             seen = sum(result.batch.num_trainable for result in results)
+            free = sum(with_a_choice(result.batch) for result in results)
             wrong = sum(int(result.metrics["mismatch/differing"]) for result in results)
-            table.add_row(kind, dtype, f"{seen:,}", f"{wrong:,}")
-            tokens, differing = tokens + seen, differing + wrong
+            table.add_row(kind, dtype, f"{seen:,}", f"{free:,}", f"{wrong:,}")
+            for at, count in enumerate((wrong, seen, free)):
+                totals[at] += count
     Console().print(table)
-    Console().print(f"{differing:,} of {tokens:,} differ")
+    Console().print("{:,} of {:,} differ; {:,} of these had a choice".format(*totals))
+
+
+def with_a_choice(batch: TokenBatch) -> int:
+    """Return how many log-probabilities can differ: over a support of one token they are 0."""
+    assert batch.support is not None
+    return int((batch.trainable & (batch.support.sizes > 1)).sum())
 
 
 PARTS = {  # of a step

@@ -6,8 +6,9 @@
     python benchmarks/evidence/demonstration.py --picture          # docs/figures/demonstration.png
 
 The picture is that of `onepolicy compare` of PICTURED's k3, from the steps in the tree. The others
-write demonstration.json and docs/data/demonstration_steps.csv, in the tree, and the rows of
-docs/data/evidence.json that come from them.
+write demonstration.json and demonstration_steps.csv into the first folder, and print the tables.
+With `--tree` they write those of the tree, and the rows of docs/data/evidence.json that come from
+them; the sentences above the tables are then yours to mend.
 """
 
 from __future__ import annotations
@@ -47,25 +48,38 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     parser.add_argument("--steps", action="store_true", help="leave the other tables as they are")
     parser.add_argument("--picture", action="store_true", help="draw the steps in the tree")
+    parser.add_argument("--tree", action="store_true", help="write the numbers of the docs")
     options = parser.parse_args()
     if options.picture:
         draw()
         return
     if not options.folders:
         parser.error("give the folders of the runs, or --picture")
-    rows_of, found = {}, []
+    found = []
+    results, steps = (options.folders[0] / path.name for path in (RESULTS, STEPS))
+    if options.tree:
+        results, steps = RESULTS, STEPS
     if not options.steps:
         if len(options.folders) > 1:
             parser.error("the other tables are of one folder: give one, or --steps")
-        found = [measured(options.folders[0], seed) for seed in SEEDS]  # before the tree is changed
-    write_steps(options.folders)
+        found = [measured(options.folders[0], seed) for seed in SEEDS]  # before a file is written
+    write_steps(options.folders, steps)
+    rows_of = {"real-steps": steps_table(read_steps(steps))}
     if not options.steps:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-        rows_of = tables(found)
+        results.write_text(json.dumps(found, indent=1) + "\n")
+        rows_of |= tables(found)
+    if options.tree:
+        write_docs(rows_of)
+        return
+    for name, rows in rows_of.items():
+        print(f"\n{name}", *map("  ".join, rows), sep="\n")
+
+
+def write_docs(rows_of: dict[str, list[list[str]]]) -> None:
+    """Write the rows of these tables into docs/data, and its pages."""
     sys.path.insert(0, str(FOLDER.parent))
     from doc_tables import Number, pages, replace_rows, write_page
 
-    rows_of["real-steps"] = steps_table(read_steps())
     for name, rows in rows_of.items():
         replace_rows("evidence", name, [[Number(cell) for cell in row] for row in rows])
     for page in pages():
@@ -93,7 +107,7 @@ def tables(found: list[dict[str, Any]]) -> dict[str, list[list[str]]]:
     return rows
 
 
-def write_steps(folders: Sequence[Path]) -> None:
+def write_steps(folders: Sequence[Path], path: Path) -> None:
     """Write k3, reward and gradient norm of every step of the runs in these folders."""
     lines = [["seed", "step", *(f"{name}_{arm}" for name in METRICS for arm in ARMS)]]
     found = {
@@ -106,14 +120,14 @@ def write_steps(folders: Sequence[Path]) -> None:
         columns = [run.values(metric) for metric in METRICS.values() for run in runs]
         for step, row in enumerate(zip(*columns, strict=True), 1):
             lines.append([str(seed), str(step), *(f"{value:.4g}" for value in row)])
-    with STEPS.open("w", newline="", encoding="utf-8") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(lines)
 
 
-def read_steps() -> dict[str, dict[str, np.ndarray]]:
-    """Return {seed: {column: values of all steps}} of the file in the tree."""
+def read_steps(path: Path = STEPS) -> dict[str, dict[str, np.ndarray]]:
+    """Return {seed: {column: values of all steps}} of the file in the tree, or of another."""
     found: dict[str, dict[str, list[float]]] = {}
-    with STEPS.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
             columns = found.setdefault(row.pop("seed"), {name: [] for name in row})
             for name, value in row.items():

@@ -22,6 +22,7 @@ from tables import (
     by_arm,
     course,
     curve,
+    end_gaps,
     fails,
     late_ratios,
     mcnemar,
@@ -77,11 +78,12 @@ def numbers(lines: list[Line]) -> dict[str, str]:
 
     Accuracies and curves are of runs that went to their end.
     """
+    found = {"runs": str(len(lines)), "failed": str(sum(map(fails, lines)))}
     whole = [line for line in lines if line["error"] is None]
+    if not whole:
+        return found
     ends = [line["sampled"][-1] for line in whole]
-    found = {
-        "runs": str(len(lines)),
-        "failed": str(sum(map(fails, lines))),
+    found |= {
         "end": f"{statistics.fmean(ends):.3f}",
         "sd": f"{spread(ends):.3f}",
         "lowest": f"{min(ends):.3f}",
@@ -97,18 +99,24 @@ def numbers(lines: list[Line]) -> dict[str, str]:
 
 
 def paired(arms: Arms, base: str, arm: str) -> dict[str, str]:
-    """Return the paired tests of an arm against another, over the seeds that both have."""
+    """Return the paired tests of an arm against another, over the seeds that both have.
+
+    Accuracies and late k3 are of pairs that went to their end; without one there are none.
+    """
     there, here = arms[base], arms[arm]
     seeds = sorted(set(there) & set(here))
     only_there = sum(fails(there[seed]) and not fails(here[seed]) for seed in seeds)
     only_here = sum(fails(here[seed]) and not fails(there[seed]) for seed in seeds)
-    gaps = [here[seed]["sampled"][-1] - there[seed]["sampled"][-1] for seed in seeds]
-    late = late_ratios(there, here)
-    return {
+    found = {
         "pairs": str(len(seeds)),
         "only there": str(only_there),
         "only here": str(only_here),
         "mcnemar": f"{mcnemar(only_there, only_here):.2g}",
+    }
+    gaps, late = end_gaps(there, here), late_ratios(there, here)
+    if not gaps:
+        return found
+    return found | {
         "gap": f"{statistics.fmean(gaps):.3f}",
         "gap sd": f"{spread(gaps):.3f}",
         "gap interval": interval(gaps),

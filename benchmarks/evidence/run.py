@@ -12,13 +12,10 @@ stop the script at any time and start it again.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,10 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onepolicy.config import TrainingError, UsageError, load
-from onepolicy.run.log import read_metrics
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-HERE = Path(__file__).parent
+from evidence import trials
+from json_lines import appending
+
+from onepolicy.config import load
+
+HERE = Path(__file__).resolve().parent
+ROOT, POLICIES = HERE.parents[1], HERE / "policies"
 RECIPE, RESULTS = HERE / "study.toml", HERE / "runs.jsonl"
 PLAN = tomllib.loads((HERE / "plan.toml").read_text())
 BLOCKS = 10  # a run's curves are kept as means of so many equal blocks of steps
@@ -45,6 +47,7 @@ CURVES = {
     "unreplayed": "counterfactual/mismatch/k3",  # the same batch scored without replay
 }
 DEFAULT_POLICY = "one-of-8"  # of study.toml
+NAMES = ("study", "arm", "seed")
 Json = dict[str, Any]
 
 
@@ -68,18 +71,32 @@ class Job:
         unguarded = ["replay.min_agreement=0"] if "replay.mode=r3" in arm else []
         return [*study.get("settings", ()), *pressed, *arm, *unguarded, f"seed={self.seed}"]
 
+    @property
+    def digest(self) -> str:
+        """Return the digest of its study and arm, of the recipe and of the policy."""
+        study, path = PLAN["study"][self.study], f"model.path={POLICIES / DEFAULT_POLICY}"
+        changed = PLAN["hold_entropy"].get(self.arm), self.arm in PLAN["drop_supports"]["arms"]
+        for setting in study.get("settings", ()):
+            if setting.startswith("model.path="):
+                path = setting
+        plan = [study, PLAN["arms"][self.arm], changed]
+        return trials.digest_of(plan, RECIPE, ROOT / path.partition("=")[2])
+
 
 def main() -> None:
     options = arguments()
     make_policies(options.studies)
-    done = {(run["study"], run["arm"], run["seed"]) for run in finished_runs(options.results)}
-    jobs = [job for job in planned(options) if (job.study, job.arm, job.seed) not in done]
-    print(f"{len(jobs)} runs to play, {len(done)} lines in {options.results}", flush=True)
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(options.workers, maxtasksperchild=8) as pool:
-        for count, line in enumerate(pool.imap_unordered(play, jobs), 1):
-            with options.results.open("a") as results:
-                results.write(json.dumps(line) + "\n")
+    with appending(options.results) as append:
+        lines = finished_runs(options.results)
+        every = {(job.study, job.arm, job.seed): job for job in planned(options)}
+        for line in lines:
+            job = every.pop(tuple(line[name] for name in NAMES), None)
+            if job is not None and "digest" in line:  # the first runs have none
+                trials.refuse_other(options.results, line, job.digest, NAMES)
+        jobs = list(every.values())
+        print(f"{len(jobs)} runs to play, {len(lines)} lines in {options.results}", flush=True)
+        for count, line in enumerate(trials.played(play, jobs, options.workers), 1):
+            append(line)
             print(f"{count}/{len(jobs)} {describe(line)}", flush=True)
 
 
@@ -93,20 +110,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: 2)")
     parser.add_argument("--out", type=Path, default=Path("runs/evidence"), help="run folders")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"(default: {RESULTS.name})")
+    parser.add_argument("--again", action="store_true", help=trials.AGAIN)
     options = parser.parse_args()
-    if options.results.resolve() == RESULTS.resolve():
-        for name in options.studies:
-            refuse_pilots(parser, name, options.seeds, PLAN["study"][name]["seeds"])
+    registered = options.results.resolve() == RESULTS.resolve()
+    for name in options.studies:
+        pilots = name.startswith("pilot") or options.again
+        if registered or not pilots:
+            seeds = PLAN["study"][name]["seeds"]
+            trials.refuse_pilots(parser, name, options.seeds, seeds, registered=registered)
     return options
-
-
-def refuse_pilots(
-    parser: argparse.ArgumentParser, study: str, seeds: Sequence[int] | None, planned: Sequence[int]
-) -> None:
-    """End with an error if a seed is none of the study's. planned: its first and last seed."""
-    for seed in seeds or ():
-        if not planned[0] <= seed <= planned[1]:
-            parser.error(f"{study} has no seed {seed}; give a pilot --results FILE of its own")
 
 
 def planned(options: argparse.Namespace) -> Iterator[Job]:
@@ -141,9 +153,7 @@ def policy_commands(studies: Sequence[str]) -> list[list[str]]:
 
 
 def finished_runs(results: Path) -> list[Json]:
-    if not results.exists():
-        return []
-    return [json.loads(line) for line in results.read_text().splitlines()]
+    return trials.finished(results, NAMES)
 
 
 def play(job: Job) -> Json:
@@ -151,20 +161,14 @@ def play(job: Job) -> Json:
     from onepolicy.interfaces import Progress
     from onepolicy.run.train import start_run
 
-    shutil.rmtree(job.folder, ignore_errors=True)  # a run that was stopped
-    started = time.monotonic()
     line: Json = {"study": job.study, "arm": job.arm, "seed": job.seed, "settings": job.settings}
-    line["commit"] = commit()
-    try:
+    line |= {"commit": trials.commit(), "digest": job.digest}
+
+    def train() -> None:
         with intervention(job.arm):
             start_run(load(RECIPE, [f"out={job.folder}", *job.settings]), Progress())
-        line["error"] = None
-    except UsageError:
-        raise
-    except TrainingError as error:
-        line["error"] = str(error)
-    line["seconds"] = round(time.monotonic() - started)
-    line |= measured(read_metrics(job.folder))
+
+    line |= measured(trials.trained(line, job.folder, train))
     shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
     return line
 
@@ -182,19 +186,12 @@ def intervention(arm: str) -> AbstractContextManager[None]:
     return held_entropy(target)
 
 
-def commit() -> str:
-    """Return the commit of the code that runs."""
-    command = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def measured(rows: list[Json]) -> Json:
     """Return a run's evaluations, and its curves as means of equal blocks of steps."""
-    steps = [row for row in rows if "train/reward" in row]
+    steps = trials.steps_of(rows)
     evaluated = [row for row in rows if "eval/avg@4" in row]
     norms = [row["train/grad_norm"] for row in steps if row.get("train/grad_norm") is not None]
-    size = max(1, len(steps) // BLOCKS)
-    blocks = [steps[at : at + size] for at in range(0, size * BLOCKS, size)]
+    blocks = trials.blocks_of(steps, BLOCKS)
     return {
         "steps": len(steps),
         "sampled": [row["eval/avg@4"] for row in evaluated],
@@ -206,7 +203,7 @@ def measured(rows: list[Json]) -> Json:
     }
 
 
-def block_mean(block: list[Json], metric: str) -> float | None:
+def block_mean(block: Sequence[Json], metric: str) -> float | None:
     values = [row[metric] for row in block if row.get(metric) is not None]
     if not values:
         return None

@@ -102,11 +102,16 @@ def courses(arms: Arms, study: dict[str, Any]) -> str:
 def course(lines: Iterable[Line], every: int) -> dict[str, str]:
     """Return mean best and last accuracy, how many runs crashed, and the median steps of both.
 
-    Of runs that went to their end. A run crashed if its last accuracy is below 80% of its best. The
-    crash step is that of the first evaluation after the best from which on all are below; "" if no
-    run crashed.
+    Of runs that went to their end; "" if none did. A run crashed if its last accuracy is below 80%
+    of its best. The crash step is that of the first evaluation after the best from which on all are
+    below; "" if no run crashed.
     """
     scores = [line["sampled"] for line in lines if line["error"] is None]
+    if not scores:
+        return dict.fromkeys(("last", "best", "best step", "crash step"), "") | {
+            "whole": "0",
+            "crashed": "0",
+        }
     crashes = [every * at for each in scores if (at := crash(each)) is not None]
     return {
         "whole": str(len(scores)),
@@ -202,15 +207,9 @@ def paired(base: str, arm: str, there: dict[int, Line], here: dict[int, Line]) -
     only_there = sum(fails(there[seed]) and not fails(here[seed]) for seed in seeds)
     only_here = sum(fails(here[seed]) and not fails(there[seed]) for seed in seeds)
     row = f"| {base} | {arm} | {len(seeds)} | {only_there} / {only_here} | "
-    both = [
-        (here[seed], there[seed])
-        for seed in seeds
-        if here[seed]["error"] is None and there[seed]["error"] is None
-    ]
-    if not both:
+    gaps, ratios = end_gaps(there, here), late_ratios(there, here)
+    if not gaps:
         return row + "| | | | | |"
-    gaps = [mine["sampled"][-1] - other["sampled"][-1] for mine, other in both]
-    ratios = late_ratios(there, here)
     logs = [math.log(each) for each in ratios]
     return (
         row + f"{mcnemar(only_there, only_here):.2g} | {statistics.fmean(gaps):+.3f} ± "
@@ -220,14 +219,21 @@ def paired(base: str, arm: str, there: dict[int, Line], here: dict[int, Line]) -
     )
 
 
+def whole_pairs(there: dict[int, Line], here: dict[int, Line]) -> list[tuple[Line, Line]]:
+    """Return both runs of every seed on which both went to their end."""
+    pairs = [(there[seed], here[seed]) for seed in sorted(there.keys() & here.keys())]
+    return [pair for pair in pairs if all(line["error"] is None for line in pair)]
+
+
+def end_gaps(there: dict[int, Line], here: dict[int, Line]) -> list[float]:
+    """Return the last accuracies of whole pairs, here - there."""
+    pairs = whole_pairs(there, here)
+    return [mine["sampled"][-1] - other["sampled"][-1] for other, mine in pairs]
+
+
 def late_ratios(there: dict[int, Line], here: dict[int, Line]) -> list[float]:
-    """Return k3 of the last tenth, here / there, on seeds whose runs both went to their end."""
-    whole = [
-        seed
-        for seed in sorted(there.keys() & here.keys())
-        if there[seed]["error"] is None and here[seed]["error"] is None
-    ]
-    return [late_k3(here[seed]) / late_k3(there[seed]) for seed in whole]
+    """Return k3 of the last tenth of whole pairs, here / there."""
+    return [late_k3(mine) / late_k3(other) for other, mine in whole_pairs(there, here)]
 
 
 def late_k3(line: Line) -> float:

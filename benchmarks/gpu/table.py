@@ -327,11 +327,22 @@ ANSWERS = (
 )
 
 
+def of_real_shapes(rows: Rows) -> Rows:
+    """Return the rows without those of rehearsals, leases of toy shapes."""
+    found, rehearsed = [], False
+    for row in rows:
+        if "lease" in row:
+            rehearsed = row.get("tiny", False)
+        if not rehearsed:
+            found.append(row)
+    return found
+
+
 def last_runs(rows: Rows) -> Rows:
-    """Return the rows of the last run of every case."""
+    """Return the rows of the last run of every case, but for rehearsals."""
     runs: dict[str, list[dict[str, Any]]] = {}
     complete: dict[str, bool] = {}
-    for row in rows:
+    for row in of_real_shapes(rows):
         if "lease" in row:
             complete.clear()
         if "case" not in row:
@@ -345,7 +356,9 @@ def last_runs(rows: Rows) -> Rows:
 
 def table(rows: Rows) -> str:
     """Return the sentence of the leases and the table."""
-    leases = [row for row in rows if "lease" in row]
+    leases = [row for row in of_real_shapes(rows) if "lease" in row]
+    if not leases:
+        return "No lease of real shapes yet.\n"
     cards = sorted({row["machine"]["device"].split(",")[0] for row in leases})
     machine = leases[-1]["machine"]
     days = sorted({row["lease"][:10] for row in leases})

@@ -86,7 +86,7 @@ def tables_of(counts: Counts) -> dict[str, Mapping[str, object]]:
         ["choices of experts", total.routes, total.routes_differing],
         [f"sampled tokens and their supports ({size:.2f} tokens on average)",
          total.tokens, total.outside],
-        ["control: log-probabilities, under the newest weights", total.tokens, total.newest],
+        ["control: older ones with a choice, under the newest weights", total.older, total.newest],
         ["tokens of older weights than their update's", older, None],
         ["paths of a conversation", counts.samples, None],
         ["paths that span an update", counts.spanning, None],
@@ -134,9 +134,9 @@ def drawn(turns: Mapping[int, Turn]) -> str:
         text(20, 30, title, "t"),
         text(20, 52, "An unmodified agent program plays a tiny hybrid of experts at top_p 0.95, "
              "whose weights change between its turns.", "m"),
-        *named(BARS - 10, "tokens compared", f"{total.tokens:,}"),
+        *named(BARS - 10, "tokens compared", f"{total.tokens:,}, with a choice {total.free:,}"),
         *named(NEWEST, "control: scored by the newest weights",
-               f"{total.newest:,} of {total.tokens:,} would differ"),
+               f"{total.newest:,} of {total.older:,} older with a choice would differ"),
         text(20, NAMES, "turn of a conversation", "m"),
     ]  # fmt: skip
     for y, (name, field, of, _) in zip(ROWS, KINDS, strict=True):
@@ -231,7 +231,8 @@ def turn_table(counts: Counts) -> Table:
             name = "prompts and replies"
         rows.append([name, *(f"{getattr(turn, column):,}" for column in COLUMNS)])
     header = ("turn", "tokens", "values differ", "choices of experts", "differ", "outside",
-              "differ under the newest weights")  # fmt: skip
+              "differ under the newest weights", "tokens with a choice",
+              "of older weights")  # fmt: skip
     return Table(header, rows)
 
 

@@ -13,12 +13,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import multiprocessing
 import random
-import shutil
 import statistics
 import sys
-import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,18 +29,18 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCa
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from evidence import run
+from evidence import run, trials
 from evidence.drop_supports import dropped_supports
-from evidence.run import block_mean, commit
+from evidence.run import block_mean
+from json_lines import appending
 from zero import conversations
 from zero.run import readable
 
-from onepolicy.config import TrainingError, load
+from onepolicy.config import load
 from onepolicy.config.load import resolve_as
 from onepolicy.config.policy import PolicyConfig
 from onepolicy.gateway.rendering import Renderer
 from onepolicy.interfaces import Progress
-from onepolicy.run.log import read_metrics
 from onepolicy.run.train import start_run
 from onepolicy.tiny import model as tiny
 
@@ -54,6 +51,7 @@ SHOWN = ("reward", "k3", "routers", "entropy", "grad_norm")
 CURVES = {name: run.CURVES[name] for name in SHOWN} | {"paths": "program/paths"}
 """Name -> metric, the last: conversations of an episode."""
 BLOCKS = 4  # a run's curves are means of quarters
+NAMES = ("budget", "arm", "seed")
 Line = dict[str, Any]
 
 
@@ -85,51 +83,62 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("runs/zero-study"), help="run folders")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"(default: {RESULTS.name})")
+    parser.add_argument("--again", action="store_true", help=trials.AGAIN)
     options = parser.parse_args()
-    if options.results.resolve() == RESULTS:
-        run.refuse_pilots(parser, "the study", options.seeds, PLAN["seeds"])
     if options.policy is not None:
         make_policy(options.policy)
     elif options.table:
         print(table(finished(options.results)))
     else:
+        registered = options.results.resolve() == RESULTS
+        if registered or not options.again:
+            seeds = PLAN["seeds"]
+            trials.refuse_pilots(parser, "the study", options.seeds, seeds, registered=registered)
+        if registered and PLAN["draft"]:
+            parser.error("study_plan.toml is a draft; give pilots --results FILE of their own")
         play_all(options)
 
 
 def play_all(options: argparse.Namespace) -> None:
     """Play the runs that are not in the results yet."""
-    done = {(line["budget"], line["arm"], line["seed"]) for line in finished(options.results)}
-    jobs = [job for job in planned(options.seeds) if job.key not in done]
-    print(f"{len(jobs)} runs to play, {len(done)} lines in {options.results}", flush=True)
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(options.workers, maxtasksperchild=4) as pool:
-        for line in pool.imap_unordered(partial(play, out=options.out), jobs):
-            with options.results.open("a", encoding="utf-8") as results:
-                results.write(json.dumps(line) + "\n")
+    with appending(options.results) as append:
+        done = {tuple(line[name] for name in NAMES) for line in finished(options.results)}
+        jobs = [job for job in planned(options.seeds) if job.key not in done]
+        print(f"{len(jobs)} runs to play, {len(done)} lines in {options.results}", flush=True)
+        for line in trials.played(partial(play, out=options.out), jobs, options.workers):
+            append(line)
             print(line["budget"], line["arm"], line["seed"], f"{line['seconds']} s",
                   line["curves"]["reward"], line["error"] or "", flush=True)  # fmt: skip
 
 
 def planned(seeds: Sequence[int] | None = None) -> Iterator[Job]:
     """Yield the runs seed by seed, so that what has finished is paired."""
-    first, last = PLAN["seeds"]
-    for seed in seeds or range(first, last + 1):
+    for seed in seeds or planned_seeds():
         for budget in PLAN["budgets"]:
             for arm in PLAN["arms"]:
                 yield Job(budget, arm, seed)
 
 
+def planned_seeds() -> range:
+    return range(PLAN["seeds"][0], PLAN["seeds"][1] + 1)
+
+
 def finished(results: Path) -> list[Line]:
-    if not results.exists():
-        return []
-    return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    """Return the lines of a file, all of the plan, the recipe and the policy of now."""
+    lines = trials.finished(results, NAMES)
+    for line in lines:
+        trials.refuse_other(results, line, digest(), NAMES)
+    return lines
+
+
+def digest() -> str:
+    return trials.digest_of(PLAN, RECIPE, POLICY)
 
 
 def play(job: Job, out: Path) -> Line:
     """Train one run in this process, on one thread, and return its line of the results."""
     folder = out / f"{job.budget}-{job.arm}-{job.seed}"
-    shutil.rmtree(folder, ignore_errors=True)  # a run that was stopped
-    problems = out / f"problems-{job.budget}-{job.seed}.jsonl"
+    problems = out / f"problems-{job.budget}-{job.arm}-{job.seed}.jsonl"
     budget = PLAN["budgets"][job.budget]
     conversations.write_problems(problems, budget["problems"], budget["digits"])
     command = json.dumps([sys.executable, "-I", "-S", "/program/plain.py", "{prompt}"])
@@ -139,15 +148,13 @@ def play(job: Job, out: Path) -> Line:
         *(f"task.folder={HERE}/program", f"task.template={HERE}/template.jinja"),
     ]
     line: Line = {"budget": job.budget, "arm": job.arm, "seed": job.seed}
-    line |= {"settings": job.settings, "commit": commit(), "error": None}
-    begun = time.monotonic()
-    try:
+    line |= {"settings": job.settings, "commit": trials.commit(), "digest": digest()}
+
+    def train() -> None:
         with supports_of(job.arm):
             start_run(load(str(RECIPE), [*given, *job.settings]), Progress())
-    except TrainingError as error:
-        line["error"] = str(error)
-    line["seconds"] = round(time.monotonic() - begun)
-    return line | measured(read_metrics(folder))
+
+    return line | measured(trials.trained(line, folder, train))
 
 
 def supports_of(arm: str) -> AbstractContextManager[None]:
@@ -159,9 +166,8 @@ def supports_of(arm: str) -> AbstractContextManager[None]:
 
 def measured(rows: list[Line]) -> Line:
     """Return a run's curves as means of quarters."""
-    steps = [row for row in rows if "train/reward" in row]
-    size = max(1, len(steps) // BLOCKS)
-    blocks = [steps[at : at + size] for at in range(0, size * BLOCKS, size)]
+    steps = trials.steps_of(rows)
+    blocks = trials.blocks_of(steps, BLOCKS)
     return {
         "steps": len(steps),
         "curves": {
@@ -205,20 +211,17 @@ def gains(lines: Iterable[Line], budget: str, arm: str, base: str) -> dict[int, 
 
 
 def verdict(lines: Sequence[Line]) -> str:
-    """Return the sentence of the primary measure (study_plan.toml)."""
+    """Return the sentence of the primary measure (study_plan.toml), once it has all seeds."""
     few, many = (gains(lines, budget, "r3-support", "nothing") for budget in PLAN["budgets"])
-    more = [many[seed] - few[seed] for seed in sorted(few.keys() & many.keys())]
-    if not more:
-        return "No seed has its four runs."
+    claim, seeds = "earns more with 32 turns than with 4", planned_seeds()
+    more = [many[seed] - few[seed] for seed in seeds if seed in few and seed in many]
+    if len(more) < len(seeds):
+        return f"R3 + support {claim}: not whole yet, {len(more)} of {len(seeds)} seeds."
     mean, p = statistics.fmean(more), sign_flips(more)
     said = "not shown"
     if p < PLAN["level"]:
         said = "shown" if mean > 0 else "opposite"
-    planned = PLAN["seeds"][1] - PLAN["seeds"][0] + 1
-    return (
-        f"R3 + support earns more with 32 turns than with 4: {said} (by {mean:+.3f}, p = {p:.2g}, "
-        f"{len(more)} of {planned} seeds)."
-    )
+    return f"R3 + support {claim}: {said} (by {mean:+.3f}, p = {p:.2g}, {len(more)} seeds)."
 
 
 def table(lines: Sequence[Line]) -> str:

@@ -39,6 +39,8 @@ class Turn:
     routes_differing: int = 0
     outside: int = 0  # sampled tokens that are not in their own support
     newest: int = 0  # values that would differ under the newest weights, as a control
+    free: int = 0  # tokens with a choice: over a support of one token both sides are exactly 0
+    older: int = 0  # tokens with a choice of older weights: what the control can differ in
 
 
 def total_of(turns: Iterable[Turn]) -> Turn:
@@ -86,7 +88,8 @@ class Counts:
         parts = ", ".join(f"{name} ({number:,})" for name, number in apart.items())
         return (
             f"{total.values:,} of {total.tokens:,} log-probabilities differ between what was "
-            f"sampled and what is trained; {sum(apart.values()):,} requests stand apart: {parts}"
+            f"sampled and what is trained, {total.free:,} of them with a choice; "
+            f"{sum(apart.values()):,} requests stand apart: {parts}"
         )
 
     def describe(self) -> str:
@@ -103,7 +106,8 @@ class Counts:
                 + " ".join(f"{reward:.2f}" for reward in self.rewards),
                 f"{len(set(self.weights))} different weights sampled; {older:,} tokens are "
                 f"older than the update they are in, {spanning} span an update",
-                f"under the newest weights {total.newest:,} log-probabilities would differ",
+                f"under the newest weights {total.newest:,} log-probabilities would differ, of "
+                f"{total.older:,} older ones with a choice",
                 f"{routes} choices of experts differ; {total.outside:,} tokens are outside the "
                 f"{size:.2f} that top_p left on average",
             ]
@@ -124,6 +128,8 @@ class Counts:
         wrong = mask & (own.logp_old != own.logp_rollout)
         outside = mask & ~own.support.contains(own.target_ids)
         moved = mask & (newest != own.logp_rollout)
+        free = mask & (own.support.sizes > 1)
+        older = free & (own.version < step)
         routes, differing = _compare_routes(own)
         for number in turns.unique().tolist():
             turn, of = self.turns.setdefault(number, Turn()), turns == number
@@ -131,6 +137,8 @@ class Counts:
             turn.values += int((wrong & of).sum())
             turn.outside += int((outside & of).sum())
             turn.newest += int((moved & of).sum())
+            turn.free += int((free & of).sum())
+            turn.older += int((older & of).sum())
             turn.routes += int(routes[of].sum())
             turn.routes_differing += int(differing[of].sum())
         versions = own.version[mask]

@@ -12,7 +12,7 @@ import torch
 
 import onepolicy.train.learner
 import onepolicy.train.scorer
-from onepolicy.config import ObjectiveConfig, load
+from onepolicy.config import ObjectiveConfig, TrainingError, UsageError, load
 from onepolicy.objective.loss import policy_loss
 from onepolicy.support.trace import SupportTrace
 from support.objective_batches import batch
@@ -64,6 +64,58 @@ def test_a_pilot_is_not_played_into_the_registered_runs(study, monkeypatch, caps
     assert "main has no seed 5; give a pilot --results FILE" in capsys.readouterr().err
 
 
+def test_a_registered_seed_is_no_pilot(study, monkeypatch, capsys):
+    for words, refused in (
+        (["main", "--seeds", "5", "100"], True),
+        (["main"], True),
+        (["main", "--seeds", "5"], False),
+        (["main", "--seeds", "100", "--again"], False),
+        (["pilot-base"], False),
+    ):
+        monkeypatch.setattr("sys.argv", ["run.py", "--results", "other.jsonl", *words])
+        if refused:
+            with pytest.raises(SystemExit):
+                study[0].arguments()
+            assert "main: seeds 100 to 131 are registered" in capsys.readouterr().err
+        else:
+            assert study[0].arguments().studies == [words[0]]
+
+
+def test_a_line_says_how_a_run_ended_and_what_made_it(study, tmp_path, monkeypatch, capsys):
+    """A full disk gives no line; of 18 steps each is in a tenth."""
+    run, job = study[0], study[0].Job("main", "r3", 5, tmp_path / "r3-5")
+
+    def train(config, progress):
+        job.folder.mkdir()
+        rows = [{"step": at + 1, "train/reward": float(at)} for at in range(18)]
+        (job.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        raise error from cause
+
+    monkeypatch.setattr("onepolicy.run.train.start_run", train)
+    error, cause = AssertionError("routes"), None
+    made = run.play(job)
+    assert (made["error"], made["steps"]) == ("AssertionError: routes", 18)
+    assert made["curves"]["reward"] == [0, 1.5, 3.5, 5.5, 7.5, 9, 10.5, 12.5, 14.5, 16.5]
+    error, cause = TrainingError("cannot be written to"), OSError(28, "No space left on device")
+    with pytest.raises(TrainingError):
+        run.play(job)
+
+    results = tmp_path / "runs.jsonl"
+    monkeypatch.setattr(run, "RESULTS", results)
+    monkeypatch.setattr(run, "make_policies", lambda studies: None)
+    monkeypatch.setattr(run.trials, "played", lambda play, jobs, workers: [])
+    monkeypatch.setitem(run.PLAN["study"]["main"], "seeds", [5, 5])
+    monkeypatch.setattr("sys.argv", ["run.py", "main", "--arms", "r3", "--results", str(results)])
+    old = {name: value for name, value in made.items() if name != "digest"}
+    for line, jobs in ((made | {"digest": job.digest}, 0), (old, 0), (old | {"seed": 6}, 1)):
+        results.write_text(json.dumps(line) + "\n")
+        run.main()
+        assert f"{jobs} runs to play, 1 lines" in capsys.readouterr().out
+    results.write_text(json.dumps(made) + "\n")
+    with pytest.raises(UsageError, match="the run main r3 5 was made by another plan"):
+        run.main()
+
+
 def test_every_run_has_valid_settings(study):
     """One seed of every arm of every study; pressure only where the arm has it."""
     run, _ = study
@@ -109,17 +161,28 @@ def test_late_k3_is_of_pairs_that_went_to_their_end(tables):
 
 
 def test_a_page_has_late_k3_by_seed(tables):
-    """Ratios 2, 1/2 and 1/4 of three seeds; the fourth pair has a run that ended early."""
+    """Ratios 2, 1/2 and 1/4 of three seeds; the fourth pair has a run that ended early.
+
+    What it had reached is in no gap, on a page as in a table. An arm without a whole run has none.
+    """
     page_rows = importlib.import_module("page_rows")
     there = {seed: line("recompute", seed, 0.3, 0.1) for seed in range(4)}
     here = {seed: line("tis", seed, 0.3, 0.2) for seed in range(4)}
     for seed, k3 in enumerate((0.2, 0.05, 0.025)):
         here[seed]["curves"]["k3"][-1] = k3
-    here[3]["error"] = "lost"
+    here[3] |= {"error": "lost", "sampled": [0.3, 0.9]}
     found = page_rows.paired({"recompute": there, "tis": here}, "recompute", "tis")
     names = ("k3 ratio", "k3 lowest", "k3 highest", "k3 lower")
     assert [found[name] for name in names] == ["0.5", "0.25", "2", "2"]
     assert found["k3 wilcoxon"] == "0.75"  # log ratios 1, -1, -2: ranks 1.5, -1.5, -3
+    assert (found["pairs"], found["gap"], found["gap sd"]) == ("4", "0.100", "0.000")
+    assert " +0.100 ± 0.000 " in tables.paired("recompute", "tis", there, here)
+
+    lost = {3: here[3]}
+    found = page_rows.paired({"recompute": there, "tis": lost}, "recompute", "tis")
+    assert found == {"pairs": "1", "only there": "0", "only here": "0", "mcnemar": "1"}
+    assert page_rows.numbers([here[3]]) == {"runs": "1", "failed": "1"}
+    assert tables.course([here[3]], every=40)["last"] == ""
 
 
 def test_the_interval_of_a_mean(tables):
@@ -137,7 +200,7 @@ def test_a_page_puts_the_seeds_of_two_studies_together(study, tmp_path, monkeypa
     seeds += [("replicate-2", n) for n in range(148, 151)]
     ends = {"recompute": 0.1, "r3": 0.5}
     found = [line(arm, n, 0.3, ends[arm]) | {"study": s} for s, n in seeds for arm in ends]
-    (tmp_path / "both.jsonl").write_text("\n".join(map(json.dumps, found)))
+    (tmp_path / "both.jsonl").write_text("".join(json.dumps(each) + "\n" for each in found))
     monkeypatch.setattr(page_rows, "FOLDER", tmp_path)
     table = {"file": "both.jsonl", "arms": ["r3"], "against": ["recompute"]}
     values = ["study", "pairs", "only there", "mcnemar"]
@@ -278,11 +341,14 @@ def test_the_page_has_the_demonstration_which_meets_what_was_asked_beforehand(de
         assert doc_tables.tables("evidence")[name]["rows"] == rows
 
 
-def test_the_table_of_steps_is_that_of_the_steps_in_the_tree(demonstration, tmp_path, monkeypatch):
+def test_the_table_of_steps_is_that_of_the_steps_in_the_tree(
+    demonstration, tmp_path, monkeypatch, capsys
+):
+    """Read again from runs with these steps; the tree is written if it is asked for."""
     found = demonstration.read_steps()
     rows = demonstration.steps_table(found)
     assert doc_tables.tables("evidence")["real-steps"]["rows"] == rows
-    written = demonstration.STEPS.read_text()
+    written = demonstration.STEPS.read_bytes()
     for seed, columns in found.items():
         for arm in demonstration.ARMS:
             folder = tmp_path / f"{arm}-seed{seed}"
@@ -293,9 +359,19 @@ def test_the_table_of_steps_is_that_of_the_steps_in_the_tree(demonstration, tmp_
                 for at in range(400)
             ]
             (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
-    monkeypatch.setattr(demonstration, "STEPS", tmp_path / "steps.csv")
-    demonstration.write_steps([tmp_path])
-    assert demonstration.STEPS.read_text() == written
+    here = tmp_path / demonstration.STEPS.name
+    tree = tmp_path / "tree" / here.name
+    tree.parent.mkdir()
+    monkeypatch.setattr(demonstration, "STEPS", tree)
+    for words, path, wrote in (([], here, {}), (["--tree"], tree, {"real-steps": rows})):
+        docs = {}
+        monkeypatch.setattr(demonstration, "write_docs", docs.update)
+        monkeypatch.setattr("sys.argv", ["x", "--steps", str(tmp_path), *words])
+        demonstration.main()
+        assert docs == wrote
+        assert path.read_bytes() == written
+        assert bool(list(tree.parent.iterdir())) == bool(words)
+    assert "  ".join(rows[0]) in capsys.readouterr().out
 
 
 def test_the_picture_of_the_demonstration_says_what_the_table_of_steps_does(demonstration):

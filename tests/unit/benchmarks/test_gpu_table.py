@@ -68,6 +68,19 @@ def test_the_last_run_of_a_case_counts():
     assert sorted(names) == ["kept", "new"]
 
 
+def test_a_rehearsal_is_in_no_row():
+    """Toy shapes count neither before nor after a lease of real ones, nor does their lease."""
+    machine = {"device": "a card, 1 MiB, driver", "torch": "2", "transformers": "5", "python": "3"}
+    lease = {"lease": "2026-11-27 15:00:00", "commit": "abc", "tiny": False, "machine": machine}
+    toy = [lease | {"tiny": True}, {"case": "sync", "name": "cast", "gb_per_second": 1.0}]
+    toy.append({"case": "sync", "ended": "done"})
+    real = [lease, {"case": "sync", "name": "cast", "gb_per_second": 2.0}]
+    found = table.table([*toy, *real, *toy])
+    assert "| runs | 2 GB/s |" in found
+    assert found.startswith("1 lease of one a card")
+    assert table.table(toy) == "No lease of real shapes yet.\n"
+
+
 def test_the_page_has_the_table_of_the_results():
     page = table.PAGE.read_text(encoding="utf-8")
     rows = table.parsed(table.RESULTS)

@@ -2,6 +2,7 @@
 
 import json
 
+import mutant_trials
 import mutants
 import pytest
 
@@ -114,3 +115,30 @@ def test_a_mutant_is_found_where_its_line_has_moved(tmp_path):
     assert mutant.moved(tmp_path).line == 4  # the nearest of two
     assert mutants.Mutant("a.py", 1, "constant", "z = 1", 4, 5, "1", "2").moved(tmp_path) is None
     assert mutants.Mutant("b.py", 1, "constant", "x = 1", 4, 5, "1", "2").moved(tmp_path) is None
+
+
+def test_a_test_that_fails_without_the_mutant_does_not_kill_it(tree, monkeypatch):
+    """A test of three fails in the copy as it is; it is tried once. Other ends are no kill."""
+    mutant = next(mutants.mutants_of(tree / "src" / "onepolicy" / "half.py", tree))
+    statuses, trials = iter([1, 0, 1, 4, None]), []
+
+    def trial(tree, tests, words, *plugins):
+        trials.append(tests)
+        for plugin in plugins:
+            plugin.path.write_text("t.py::red\n")
+        (tree / mutant_trials.LOG).write_text("FAILED t.py::b - it saw\n")
+        return next(statuses)
+
+    monkeypatch.setattr(mutant_trials, "trial", trial)
+    passing = mutant_trials.Passing(lambda tests: mutant_trials.failing(tree, tests, []))
+
+    def result(*tests):
+        return mutants.attempt(tree, 0, mutant, list(tests), [], passing)["result"]
+
+    assert result("t.py::a", "t.py::red", "t.py::b") == "survived"
+    assert result("t.py::red") == "undecided"
+    found = [result("t.py::b", "t.py::red") for _ in range(3)]
+    assert found == ["killed", "undecided", "undecided"]
+    assert trials[:2] == [["t.py::a", "t.py::red", "t.py::b"], ["t.py::a", "t.py::b"]]
+    assert trials[2:] == [["t.py::b"]] * 3
+    assert mutants.read_lines(tree / "none.jsonl") == []
