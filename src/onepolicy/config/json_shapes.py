@@ -87,6 +87,7 @@ class Summary(Shape):
     eval_first: Point | None = None
     eval_last: Point | None = None
     eval_best: Point | None = None
+    eval_answers: Count | None = None
     sampled_first: Point | None = None
     sampled_answers: Count | None = None
     sampled_last: Point | None = None

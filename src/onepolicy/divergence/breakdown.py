@@ -127,11 +127,20 @@ def _k3_by_bins(batch: TokenBatch, number: Tensor, k3: str, tokens: str) -> dict
 
 def turn_name(start: int) -> str:
     """Return the turns, counted from 1, of the bin of TURNS that starts at `start`."""
+    return _bin_name(start, 1)
+
+
+def age_name(start: int) -> str:
+    """Return the ages, from 0, of the bin of TURNS that starts at `start`."""
+    return _bin_name(start, 0)
+
+
+def _bin_name(start: int, first: int) -> str:
     if start < 8:
-        return str(start + 1)
+        return str(start + first)
     if start == TURNS[-1]:
-        return f"from {start + 1}"
-    return f"{start + 1} to {2 * start}"
+        return f"from {start + first}"
+    return f"{start + first} to {2 * start - 1 + first}"
 
 
 def places(mask: Tensor, segment: Tensor) -> Tensor:  # [T] bool, [T] int64 -> [n] int64

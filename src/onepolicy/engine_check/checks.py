@@ -296,14 +296,15 @@ def check_support(scorer: Scorer, batches: Sequence[TokenBatch]) -> Check:
 def topk_share(scorer: Scorer, batch: TokenBatch, top_k: int) -> tuple[float, Tensor]:
     """Return the share of sampled tokens among the trainer's `top_k` likeliest.
 
-    Also return the log of the mass of these tokens, [n] float32.
+    Also return the log of the mass of these tokens, [n] float32, in the order of the batch.
     """
-    masses, hits = [], []
-    for ordered, sampled in _ordered_probabilities(scorer, batch):
-        masses.append(ordered[:, :top_k].sum(-1))
-        hits.append(sampled[:, :top_k].any(-1))
-    mass, hit = torch.cat(masses).cpu(), torch.cat(hits).cpu()
-    return float(hit.float().mean()), mass.log().float()
+    mass = torch.zeros(len(batch.trainable), dtype=torch.float64)
+    hits = 0
+    for slots, ordered, sampled in _ordered_probabilities(scorer, batch):
+        mass[slots] = ordered[:, :top_k].sum(-1).cpu()
+        hits += int(sampled[:, :top_k].sum())
+    mass = mass[batch.trainable.cpu()]
+    return hits / max(1, len(mass)), mass.log().float()
 
 
 def _outside_counts(scorer: Scorer, batch: TokenBatch) -> tuple[Tensor, Tensor]:  # [C] float64
@@ -313,7 +314,7 @@ def _outside_counts(scorer: Scorer, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """
     expected = torch.zeros(len(TOP_K) + len(TOP_P), dtype=torch.float64)
     seen = torch.zeros_like(expected)
-    for ordered, sampled in _ordered_probabilities(scorer, batch):
+    for _, ordered, sampled in _ordered_probabilities(scorer, batch):
         before = ordered.cumsum(-1) - ordered  # [n, V] mass of likelier tokens
         rank = torch.arange(ordered.shape[1], device=ordered.device).expand_as(ordered)
         outside = [rank >= k for k in TOP_K] + [before >= p for p in TOP_P]
@@ -323,13 +324,16 @@ def _outside_counts(scorer: Scorer, batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _ordered_probabilities(scorer: Scorer, batch: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the trainer's probabilities, largest first, and which was sampled.
+def _ordered_probabilities(
+    scorer: Scorer, batch: TokenBatch
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield slots of the batch, the trainer's probabilities, largest first, and which was sampled.
 
-    Each pair is of one micro-batch: [n, V] float64, [n, V] bool.
+    Each triple is of one micro-batch: [n] int64 on the CPU, [n, V] float64, [n, V] bool.
     """
     for chosen in scorer.micro_batches(batch):
         micro = batch.select(chosen).to(scorer.device)
         slots = micro.trainable.nonzero()[:, 0]
         ordered, order = scorer.logits(micro, slots).double().softmax(-1).sort(-1, descending=True)
-        yield ordered, order == micro.target_ids[slots, None]
+        own = batch.slots_of(chosen)[slots.cpu()]
+        yield own, ordered, order == micro.target_ids[slots, None]

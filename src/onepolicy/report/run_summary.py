@@ -3,14 +3,14 @@
 The words for a gap are those of `measure` and `audit` (verdict/rules.py).
 
 Keys used, all optional except `steps`: steps, reward_first, reward_last, reward_error (standard
-error of their difference), score (metric name); eval_first, eval_last, eval_best {step, value}, and
-sampled_first, sampled_last, sampled_answers (how many) beside a greedy score; crash_step, replay,
-mismatch {metric: mean over all steps}; probe_steps, mismatch_at_probes and mismatch_without_replay
-{metric: mean over the probe steps, with and without replay}, k3_cuts [without / with of each probe
-step, ascending]; groups_without_signal (share at the end); asynchronous {staleness_mean,
-staleness_max, spanning, learner_busy, sampler_busy}; time {part: seconds}, tokens_per_second,
-parent {run, step}, missing_supports {attempts, dropped}, run and report (paths); planned (steps,
-of a run that was stopped earlier);
+error of their difference), score (metric name); eval_first, eval_last, eval_best {step, value},
+eval_answers (how many an evaluation has), and sampled_first, sampled_last, sampled_answers (how
+many) beside a greedy score; crash_step, replay, mismatch {metric: mean over all steps};
+probe_steps, mismatch_at_probes and mismatch_without_replay {metric: mean over the probe steps, with
+and without replay}, k3_cuts [without / with of each probe step, ascending]; groups_without_signal
+(share at the end); asynchronous {staleness_mean, staleness_max, spanning, learner_busy,
+sampler_busy}; time {part: seconds}, tokens_per_second, parent {run, step}, missing_supports
+{attempts, dropped}, run and report (paths); planned (steps, of a run that was stopped earlier);
 nothing_learnt {learnt (nothing or little), verdict, why [sentences], silent and steps (counts)},
 only where the rewards taught nothing or little.
 """
@@ -44,6 +44,11 @@ k3 is heavy-tailed: one probe can be most of a mean.
 """
 LEAST_CHANGE = 0.02
 """Smallest change of a reward or score, as a share of the larger of first, last and 1."""
+FEWEST_CHANGED = 6
+"""Fewest answers by which two evaluations of the same problems surely differ.
+
+Even if no other answer changed, McNemar's exact test has p = 2 / 2^5 = 0.06 for five, 0.03 for six.
+"""
 COMPARED = ("mismatch/k3", "mismatch/f2", "routing/routers", "routing/tokens", "routing/sequence")
 """The quantities whose means a summary has, and its page compares with and without replay."""
 GAP = "the gap between rollout and trainer"
@@ -86,6 +91,9 @@ def _learning(summary: Tree) -> str:
         return f"{curve}, the sampled one {moved(*sampled)}"
     if hardly_differs(first, last):
         return f"the policy hardly changed: {curve}"
+    answers = summary.get("eval_answers")
+    if name != "reward" and answers and abs(last - first) * answers < FEWEST_CHANGED - 0.5:
+        return f"{answers} answers do not show whether the policy learns: {curve}"
     if last > first:
         return f"the policy learnt: {curve}"
     return f"the policy got worse: {curve}"

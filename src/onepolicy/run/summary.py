@@ -159,6 +159,7 @@ def _evaluations(config: RunConfig, rows: list[Row]) -> Row:
         "eval_first": first,
         "eval_last": last,
         "eval_best": best,
+        "eval_answers": config.eval.problems * (1 if config.eval.greedy else config.eval.k),
         "crash_step": crash_step(scores),
         "crash_rule": CRASH_RULE,
         **_sampled(config, rows),

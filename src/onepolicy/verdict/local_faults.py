@@ -45,6 +45,8 @@ from onepolicy.verdict.scored_tokens import (
 
 FEWEST_SLOTS = 6
 """Fewest tokens of a row that is judged."""
+COPY_CHANCE = 1e-4
+"""Chance of so many equal rows below which they are copies."""
 FEWEST_ROWS = 12
 """Fewest rows that are compared with each other."""
 RANK_ERROR = 12**-0.5
@@ -127,20 +129,36 @@ def _row_means(values: Tensor, index: Tensor, count: int) -> tuple[Tensor, Tenso
 
 
 def copies(pairs: Pairs) -> Finding | None:
-    """Find rows that agree to the bit while others do not."""
+    """Find rows that agree to the bit while others do not, more of them than chance makes.
+
+    Values with few bits agree often, and siblings that share a prefix agree together.
+    """
     index, count = rows_of(pairs)
     open_ = pairs.open
-    equal, size = _row_means((pairs.old == pairs.rollout)[open_].double(), index[open_], count)
+    equal, _ = _row_means((pairs.old == pairs.rollout)[open_].double(), index[open_], count)
+    own = index[open_ & pairs.distinct]
+    size = torch.bincount(own, minlength=count).double()
     judged = size >= FEWEST_SLOTS
     same = judged & (equal == 1)
     others = judged & ~same
-    if int(same.sum()) < 2 or not bool(others.any()) or float(equal[others].mean()) > 0.5:
+    if int(same.sum()) < 2 or not bool(others.any()):
+        return None
+    share = float(equal[others].mean())
+    expected = float((share ** size[judged]).sum())
+    if share > 0.5 or _chance_of(int(same.sum()), expected) > COPY_CHANCE:
         return None
     return Finding(
         "copy",
         f"{int(same.sum())} of {count} rows agree to the bit at every token, the others at "
-        f"{float(equal[others].mean()):.0%}: one side was copied from the other there",
+        f"{share:.0%}: one side was copied from the other there",
     )
+
+
+def _chance_of(seen: int, expected: float) -> float:
+    """Return a bound on the chance of `seen` rare events or more (Chernoff's, of Poisson's law)."""
+    if seen <= expected:
+        return 1.0
+    return math.exp(seen - expected) * (expected / seen) ** seen
 
 
 def odd_rows(pairs: Pairs) -> Finding | None:

@@ -17,7 +17,7 @@ from onepolicy.record.means import NO_TOKEN, Mean
 from onepolicy.record.statistics import Statistics
 from onepolicy.verdict.bug_signatures import Diagnosis
 from onepolicy.verdict.declared import HARMLESS_KL, TOO_FAR, UNDECLARED, Action, Declared
-from onepolicy.verdict.scored_tokens import CAUSES, FEWEST
+from onepolicy.verdict.scored_tokens import CAUSES, FEWEST, Finding
 
 QUIET_KL = NOMINAL_KL
 """k3 below which a gap needs nothing, if F(2) is below QUIET_F2 too."""
@@ -107,7 +107,8 @@ class ByRoutes:
         if min(self.differing.tokens, self.agreeing.tokens) < FEWEST:
             return False
         most = self.differing.mean + 2 * self.differing.error
-        return most < REPLAY_HELPS * self.agreeing.mean
+        least = self.agreeing.mean - 2 * self.agreeing.error
+        return most < REPLAY_HELPS * least
 
     def text(self) -> str:
         """Return both means in words; empty if one of them has too few tokens."""
@@ -177,14 +178,13 @@ def verdict(
     for, nothing to do, above the ceiling of the format, replay, correct.
     """
     marks = _marks(diagnosis, gap, replayed)
-    found: dict[str, str] = {each.cause: each.evidence for each in diagnosis.findings}
-    sure = all(each.sure for each in diagnosis.findings)
-    found |= {name: text for name, text in (("routes", routes), ("sets", sets)) if text}
+    found = [*diagnosis.findings]
+    found += [Finding(name, text) for name, text in (("routes", routes), ("sets", sets)) if text]
     basis = [_text(gap)]
     if replayed is not None:
         basis.append(f"with the rollout's routes replayed {_text(replayed)}")
     if found:
-        return _bug(found, since, basis, sure=sure)
+        return _bug(found, since, basis)
     causes: tuple[str, ...] = ()
     if aged:
         causes = ("age",)
@@ -212,13 +212,22 @@ def verdict(
     return _correct(gap, since, basis, forecasts, routers, by_routes or ByRoutes())
 
 
-def _bug(found: dict[str, str], since: str, basis: list[str], *, sure: bool) -> Verdict:
-    """Return the verdict on bugs, from the evidence of each cause. sure: all of them hold."""
-    named = ("; " if sure else "; or ").join(CAUSES[cause] for cause in found)
-    tell = "" if sure else f" {TELL_APART[0].upper()}{TELL_APART[1:]}."
+def _bug(found: Sequence[Finding], since: str, basis: list[str]) -> Verdict:
+    """Return the verdict on bugs: those that hold, then those of which one may."""
+    causes = {each.cause: False for each in found} | {
+        each.cause: True for each in found if each.sure
+    }
+    named = "; ".join(CAUSES[cause] for cause, sure in causes.items() if sure)
+    perhaps = "; or ".join(CAUSES[cause] for cause, sure in causes.items() if not sure)
+    tell = ""
+    if perhaps:
+        tell = f" {TELL_APART[0].upper()}{TELL_APART[1:]}."
+    if named and perhaps:
+        perhaps = f"perhaps also {perhaps}"
+    named = "; ".join(filter(None, [named, perhaps]))
     sentence = f"A bug, not mismatch{since}: {named}. Fix it; no correction repairs it.{tell}"
-    evidence = (f"{cause}: {text}" for cause, text in found.items())
-    return Verdict("bug", tuple(found), sentence, "", (*evidence, *basis))
+    evidence = (f"{each.cause}: {each.evidence}" for each in found)
+    return Verdict("bug", tuple(causes), sentence, "", (*evidence, *basis))
 
 
 def _marks(diagnosis: Diagnosis, gap: Statistics, replayed: Statistics | None) -> tuple[str, ...]:

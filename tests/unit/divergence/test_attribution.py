@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from dataclasses import astuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from onepolicy.divergence.breakdown import (
 from onepolicy.divergence.logprob import mismatch
 from onepolicy.notation import number
 from onepolicy.verdict.bug_signatures import Diagnosis, Finding
-from onepolicy.verdict.rules import verdict
+from onepolicy.verdict.rules import ByRoutes, verdict
 from onepolicy.verdict.scored_tokens import CAUSES
 from support.stated_gap import StatedGap
 
@@ -232,3 +233,20 @@ def test_verdict_names_every_bug_and_recommends_no_setting():
     assert (found.action, found.causes, found.setting) == ("bug", ("stale", "routes"), "")
     parts = ("old weights", "agreement 0.2", CAUSES["stale"], CAUSES["routes"])
     assert [part for part in parts if part not in found.text()] == []
+
+
+def test_all_evidence_of_bugs_is_kept_and_the_sure_ones_come_first():
+    """Two findings have one cause; of the two that are not sure, one holds perhaps."""
+    unsure = (Finding(cause, "x 2", sure=False) for cause in ("stale", "rows"))
+    bugs = (*unsure, Finding("copy", "rows 1 to 3"), Finding("copy", "rows 7 to 9"))
+    found = verdict(gap(0.1), Diagnosis(0.1, bugs))
+    perhaps = f"perhaps also {CAUSES['stale']}; or {CAUSES['rows']}"
+    assert f"mismatch: {CAUSES['copy']}; {perhaps}. Fix it" in found.sentence
+    assert found.basis[2:4] == ("copy: rows 1 to 3", "copy: rows 7 to 9")
+
+
+@pytest.mark.parametrize(("error", "alike"), [(1e-4, True), (2e-3, False)])
+def test_routes_are_cleared_only_by_a_gap_that_is_known_where_they_agree(error, alike):
+    """k3 is 5e-3 in both parts; of the one where routes agree, the error may be large."""
+    differing, agreeing = (SimpleNamespace(tokens=1000, mean=5e-3, error=e) for e in (1e-4, error))
+    assert ByRoutes(differing, agreeing).alike is alike

@@ -17,15 +17,19 @@ ROW = [0.1, 0.4, 0.2, 0.3]  # the likeliest first: 1, 3, 2, 0
 
 
 def scored(targets, trainable):
-    """Return a scorer that gives every slot the probabilities ROW, and a batch of two forwards."""
+    """Return a scorer that gives every slot the probabilities ROW, and a batch of two forwards.
+
+    The second half of the slots is in the first forward.
+    """
     batch = SimpleNamespace(
         trainable=torch.tensor(trainable), target_ids=torch.tensor(targets), to=lambda device: batch
     )
     batch.select = lambda chosen: scored(targets[chosen], trainable[chosen])[1]
+    batch.slots_of = lambda chosen: torch.arange(len(targets))[chosen]
     half = len(targets) // 2
     scorer = SimpleNamespace(
         device="cpu",
-        micro_batches=lambda batch: [slice(0, half), slice(half, None)],
+        micro_batches=lambda batch: [slice(half, None), slice(0, half)],
         logits=lambda micro, slots: torch.tensor(ROW).log().expand(len(slots), 4),
     )
     return scorer, batch
@@ -39,6 +43,18 @@ def test_the_share_of_tokens_among_the_likeliest(subtests):
             found, logs = topk_share(scorer, batch, k)
             assert found == share
             assert logs.tolist() == pytest.approx([math.log(mass)] * 4)
+
+
+def test_masses_are_in_the_order_of_the_batch():
+    """A forward's logits depend on its tokens; the forwards are not in the batch's order."""
+    scorer, batch = scored([0, 1, 2, 3], [True] * 4)
+    peaked = torch.eye(4) * 0.6 + 0.1  # the token itself has 0.7, any other 0.1
+    scale = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    scorer.logits = lambda micro, slots: (
+        peaked[micro.target_ids[slots]].log() * scale[micro.target_ids[slots], None]
+    )
+    masses = [0.7**n / (0.7**n + 3 * 0.1**n) for n in (1, 2, 3, 4)]
+    assert topk_share(scorer, batch, 1)[1].exp().tolist() == pytest.approx(masses)
 
 
 def pair(*, routes=True, spec="of the model", reprefill=False):

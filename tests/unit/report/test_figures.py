@@ -333,6 +333,10 @@ def test_k3_of_each_age_is_a_mean_over_tokens(copy):
     assert isinstance(figure, Figure)
     assert figure.data[0]["x"] == [0, 2]
     assert figure.data[0]["y"] == pytest.approx([0.03, 0.5])
+    run.rows[2] |= {f"{k3s}8": 0.6, f"{tokens}8": 5.0}  # a bin
+    figure = k3_by_age(run)
+    assert figure.data[0]["x"] == ["0", "2", "8 to 15"]
+    assert figure.title.endswith("0.6 of those 8 to 15 old")
 
 
 def test_log_scale_by_hand():

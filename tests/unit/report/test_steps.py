@@ -149,3 +149,10 @@ def test_a_mean_is_never_of_more_steps_than_forty():
         40,
         40,
     ]
+
+
+def test_a_forks_few_steps_fill_the_width():
+    long, fork = (Series("a", ROLLOUT, [0.0] * 3, at) for at in ([2, 50, 99], [200, 250, 260]))
+    assert step_axis([long])["range"] == pytest.approx([-0.99, 100.98])
+    assert step_axis([fork])["range"] == pytest.approx([199.4, 261.2])
+    assert step_axis([long, fork])["range"][0] < 0

@@ -217,6 +217,14 @@ def test_both_accuracies_are_named_where_one_rose_and_the_other_fell():
     assert outcome(fell | {"sampled_answers": 8}) == outcome(fell)
 
 
+def test_a_change_of_few_answers_shows_nothing():
+    """Of 32 answers, five more are right: McNemar's exact p is 2 / 2^5 if no other changed."""
+    five, six = (SUMMARY | last(0.5 + n / 32) | {"eval_answers": 32} for n in (5, 6))
+    words = f"{GREEDY} rose from 0.500 to 0.656. {SMALL}"
+    assert outcome(five) == f"32 answers do not show whether the policy learns: {words}"
+    assert outcome(six).startswith(f"The policy learnt: {GREEDY} rose")
+
+
 def test_the_outcome_judges_the_means_that_it_prints():
     """A gap in bursts: the mean of the probes falls 80-fold, the median one hardly."""
     means = {"mismatch/k3": 5.8e-6}, {"mismatch/k3": 4.7e-4}

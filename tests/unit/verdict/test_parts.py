@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from onepolicy.verdict.local_faults import odd_rows, split, unlike_parts
+from onepolicy.verdict.local_faults import copies, odd_rows, split, unlike_parts
 from onepolicy.verdict.scale_faults import multiplied
 from onepolicy.verdict.scored_tokens import Pairs
 
@@ -71,6 +72,36 @@ def test_a_row_with_more_noise_is_not_of_the_far_kind() -> None:
     assert found is not None
     assert found.cause == "stale"
     assert "about 8 of 32 rows" in found.evidence
+
+
+def partly_equal(rows: int, tokens: int, equal: int, share: float) -> Pairs:
+    """Return rows of which the first `equal` agree everywhere, the others at `share` of tokens."""
+    old = torch.full((rows, tokens), -1.0).double()
+    differs = torch.arange(rows * tokens).view(rows, tokens) % round(1 / share) != 0
+    differs[:equal] = False
+    return pairs_of(old, old - 0.1 * differs)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "equal", "share", "copied"),
+    [
+        # Of 1,000 rows of 6 tokens that agree at a quarter, 0.24 agree everywhere by chance.
+        (1000, 6, 2, 0.25, False),
+        (1000, 6, 6, 0.25, True),  # exp(6 - 0.24) (0.24 / 6)^6 = 1.4e-6
+        (1000, 24, 2, 0.25, True),
+    ],
+)
+def test_rows_that_agree_by_chance_are_no_copies(rows, tokens, equal, share, copied) -> None:
+    assert (copies(partly_equal(rows, tokens, equal, share)) is not None) is copied
+
+
+def test_tokens_that_siblings_share_are_no_evidence_of_a_copy() -> None:
+    """Two rows agree at six tokens, of which they share five."""
+    pairs = partly_equal(24, 6, 2, 0.25)
+    assert copies(pairs) is not None
+    context = torch.arange(24 * 6).view(24, 6)
+    context[1, :5] = context[0, :5]
+    assert copies(replace(pairs, context=context.flatten())) is None
 
 
 def factors(*groups: tuple[int, float, float, float]) -> Pairs:

@@ -164,7 +164,7 @@ class Trajectory:
         return SupportTrace.join([self._sets.get(i, empty) for i in range(1, length)])
 
     def _stack_tops(self, column: int, fill: float, length: int) -> Tensor | None:
-        """Return [length - 1, k]: top_ids (column 0) or top_logp (1), `fill` for observed tokens."""
+        """Return [length - 1, k]: top_ids (column 0) or top_logp (1), `fill` where observed."""
         if not self._tops:
             return None
         tops = {token: top[column] for token, top in self._tops.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -74,19 +74,27 @@ def by_turn(curves: Sequence[Curve], where: str = "") -> Figure:
     return _figure("turns", title, note, curves, xaxis, dict(zip(turns, names, strict=True)))
 
 
-def by_age(curves: Sequence[Curve], where: str) -> Figure:
-    """Draw the mean k3 of tokens of each age. `where` says of which tokens, as in `of the run`."""
+def by_age(curves: Sequence[Curve], where: str, name: Callable[[int], str] = str) -> Figure:
+    """Draw the mean k3 of tokens of each age.
+
+    `where` says of which tokens, as in `of the run`; `name` names a group that has several ages.
+    """
     note = (
         "k3 between the weights that sampled a token and those that train on it, over all tokens "
         f"{where}."
     )
     found = curves[0].k3
     first, last = min(found), max(found)
-    title = f"k3 is {number(found[first])} nats of tokens {first} updates old"
+    title = f"k3 is {number(found[first])} nats of tokens {name(first)} updates old"
     if len(found) > 1:
-        title += f", {number(found[last])} of those {last} old"
+        title += f", {number(found[last])} of those {name(last)} old"
+    groups = sorted({age for curve in curves for age in curve.k3})
+    ages: dict[int, str | int] = {age: age for age in groups}
     xaxis = axis("updates old", rangemode="tozero", dtick=max(1, last // 12))
-    ages = {age: age for curve in curves for age in curve.k3}
+    if any(name(age) != str(age) for age in groups):
+        ages = {age: name(age) for age in groups}
+        order = {"type": "category", "categoryorder": "array", "categoryarray": [*ages.values()]}
+        xaxis = axis("updates old", **order)
     return _figure("k3_staleness", title, note, curves, xaxis, ages, "half", whiskers=False)
 
 

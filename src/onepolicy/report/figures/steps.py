@@ -107,9 +107,11 @@ def over_steps(
 
 
 def step_axis(series: Sequence[Series]) -> Spec:
-    """Return the axis of training steps."""
+    """Return the axis of training steps: from 0, or from the first of a fork's few steps."""
     found = [step for each in series for step in each.x] or [1]
-    first, last = min(0, *found), max(1, *found)
+    first, last = min(found), max(1, *found)
+    if first == last or first <= last - first:
+        first = min(0, first)
     width = last - first
     return axis("training step", range=[first - 0.01 * width, last + 0.02 * width], nticks=8)
 
@@ -211,7 +213,7 @@ def _area(name: str, steps: Sequence[int], spent: Array, color: str, pattern: st
     fill = {"shape": pattern, "size": 6, "solidity": 0.2, "fillmode": "overlay"}
     return {
         "type": "scatter",
-        "mode": "lines",
+        "mode": "lines" if len(steps) > 1 else "lines+markers",
         "name": name,
         "x": steps,
         "y": spent.tolist(),
