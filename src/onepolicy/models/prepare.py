@@ -15,7 +15,7 @@ from onepolicy.models import experts, linear, packed_attention, rms_norm, rotary
 from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.layer_kinds import LAYER_KINDS, layer_kinds
 from onepolicy.models.packing_check import check_packing
-from onepolicy.models.recurrent.layers import install_recurrent, recurrent_places
+from onepolicy.models.recurrent.layers import Recurrent, install_recurrent, recurrent_places
 
 LENGTHS = (7, 4)  # tokens of the two samples of the check
 OTHER_SIZES = re.compile("size of tensor|cannot be multiplied|invalid for input of size")
@@ -99,6 +99,7 @@ def prepare_for_training(
         rms_norm.use_few_passes(model, fused=device.type != "cpu")
         rotary.use_few_passes(model)
         together = _packed_logits(model, _samples(model, device))
+    _check_states(model)
     if config._attn_implementation != packed_attention.NAME:
         raise UsageError(
             f"model.path: {type(model).__name__} does not take an attention function, so it cannot "
@@ -126,6 +127,16 @@ def _install_recurrent(model: PreTrainedModel) -> None:
             "does not know, so packed samples would share them; train a family of docs/hybrids.md"
         )
     install_recurrent(model)
+
+
+def _check_states(model: PreTrainedModel) -> None:
+    """Raise UsageError if a recurrent layer of a packed forward did not get its samples' bounds."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, Recurrent) and layer.row is None:
+            raise UsageError(
+                f"model.path: {type(model).__name__} does not tell {name} where packed samples "
+                "begin, so they would share its state; train a family of docs/hybrids.md"
+            )
 
 
 def _check_logits(model: PreTrainedModel, logits: Tensor) -> None:

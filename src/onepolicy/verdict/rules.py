@@ -106,9 +106,9 @@ class ByRoutes:
         """True if routes surely do not explain the gap: it is as large where they agree."""
         if min(self.differing.tokens, self.agreeing.tokens) < FEWEST:
             return False
-        most = self.differing.mean + 2 * self.differing.error
-        least = self.agreeing.mean - 2 * self.agreeing.error
-        return most < REPLAY_HELPS * least
+        more = self.differing.mean - REPLAY_HELPS * self.agreeing.mean
+        error = math.hypot(self.differing.error, REPLAY_HELPS * self.agreeing.error)
+        return more + 2 * error < 0
 
     def text(self) -> str:
         """Return both means in words; empty if one of them has too few tokens."""

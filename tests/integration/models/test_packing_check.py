@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import onepolicy as op
 from onepolicy.models.buckets import BucketedPacking
@@ -76,6 +77,35 @@ def test_transformers_own_operators_leak():
     found = op.check_packing(hybrid("qwen3_5_text"))
     assert (found.layer, found.samples) == ("model.layers.0.linear_attn", (1, 2, 3))
     assert "first in model.layers.0.linear_attn" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "layer"),
+    [
+        ("lfm2", torch.float32, "model.layers.0.conv"),
+        ("lfm2", torch.bfloat16, "model.layers.0.conv"),
+        ("qwen3_5_text", torch.bfloat16, "model.layers.0.linear_attn"),
+    ],
+)
+def test_a_layer_that_leaks_is_refused_however_little_the_logits_differ(family, dtype, layer):
+    """Layers of fresh weights write little: the logits hardly differ."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(hybrid(family).config).eval().to(dtype)
+    found = op.check_packing(model)
+    assert found.difference < found.tolerance
+    assert not found
+    assert found.layer == layer
+    assert f"first in {layer}" in str(found)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+def test_a_token_that_takes_another_expert_by_rounding_is_no_leak(family):
+    """In bfloat16 a token of sample 1 does: its row of one layer's experts is another."""
+    model = make(family).to(torch.bfloat16)
+    found = op.check_packing(model)
+    assert found, str(found)
+    assert found.layer == ""
+    assert found.difference > 0
 
 
 def test_attention_that_sees_all_samples_is_named():

@@ -3,11 +3,14 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from onepolicy.config import HFEngineConfig, UsageError
 from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.models.recurrent.layers import Recurrent
 from onepolicy.models.recurrent.segments import Row, Segments
+from onepolicy.rollout.hf.prepare import make_batch
 from support.models import VOCAB
 from support.recurrent_models import FAMILIES, hybrid
 from support.replay_models import take_grads
@@ -98,3 +101,24 @@ def test_a_forward_that_is_not_packed_is_transformers_own():
     prepare_for_training(model, CPU)
     assert type(layer.conv).__name__ == "Lfm2ShortConv"
     assert torch.equal(layer(hidden), expected)
+
+
+def mamba(dtype=torch.float32):
+    """Return a family whose model does not hand its layers what a caller adds."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8
+    )
+    return AutoModelForCausalLM.from_config(config).eval().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_family_that_hands_no_bounds_to_its_layers_is_refused_in_any_dtype(dtype):
+    """In bfloat16 the shared state moves the logits by less than rounding may."""
+    with pytest.raises(UsageError, match=r"MambaForCausalLM does not tell backbone\.layers\.0"):
+        prepare_for_training(mamba(dtype), CPU)
+
+
+def test_an_engine_refuses_a_model_that_returns_its_cache_under_another_name():
+    with pytest.raises(UsageError, match=r"rollout\.engine\.kind: MambaForCausalLM returns no past"):
+        make_batch(mamba(), HFEngineConfig(), 100, None, combine_weights=False)
