@@ -35,5 +35,5 @@ def apply_top_k_top_p(
     if top_p is not None:
         probability = ordered.softmax(-1)
         before = probability.cumsum(-1, dtype=torch.float64) - probability
-        ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), float("-inf"))
+        ordered = ordered.masked_fill((before >= top_p) & (top_p < 1) & (before > 0), float("-inf"))
     return torch.empty_like(logits).scatter_(-1, order, ordered)

@@ -144,10 +144,14 @@ def _check_arguments(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> Ten
     return mask.nonzero()[:, 0]
 
 
+def _has_values(found: Tensor) -> bool:
+    """Return whether values can be asked for: not of a fake tensor, or as a graph is made."""
+    return type(found) is Tensor and not found.is_meta and not torch.compiler.is_compiling()
+
+
 def _check_tokens(own: Tensor, slots: Tensor, vocabulary: int) -> None:
     """Raise UsageError for an id outside of the vocabulary, such as the -100 of ignored labels."""
-    # Without values, or as a graph is made, nothing can be asked of them.
-    if type(own) is not Tensor or own.is_meta or torch.compiler.is_compiling():
+    if not _has_values(own):
         return
     outside = ((own < 0) | (own >= vocabulary)).nonzero()[:1, 0]
     if len(outside):
@@ -190,6 +194,7 @@ def _temperature_of(temperature: float | Tensor, rows: int, slots: Tensor) -> fl
         return float(temperature)
     require_tensor("log_probs", "temperature", temperature, "numbers")
     if temperature.dim() == 0:
+        _check_temperatures(temperature[None], slots)
         return temperature
     if temperature.shape != (rows,):
         raise UsageError(
@@ -198,4 +203,19 @@ def _temperature_of(temperature: float | Tensor, rows: int, slots: Tensor) -> fl
         )
     both = {"logits": slots, "temperature": temperature}
     require_one_device("log_probs", both, values=False)
-    return temperature[slots, None]
+    own = temperature[slots]
+    _check_temperatures(own, slots)
+    return own[:, None]
+
+
+def _check_temperatures(own: Tensor, slots: Tensor) -> None:
+    """Raise UsageError for a temperature [n] of the scored slots that defines no distribution."""
+    if not _has_values(own):
+        return
+    wrong = (~(own.isfinite() & (own > 0))).nonzero()[:1, 0]
+    if len(wrong):
+        place = int(wrong)
+        raise UsageError(
+            f"log_probs: temperature is {own[place].item()} at slot {int(slots[place])}, expected "
+            "a number above 0; clear the mask at slots that were sampled greedily"
+        )

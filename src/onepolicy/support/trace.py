@@ -220,6 +220,12 @@ class SupportTrace:
         rows = [torch.as_tensor(list(each), dtype=torch.int64) for each in sets]
         values = None
         if logp is not None:
+            logp = list(logp)
+            if len(logp) != len(rows):
+                raise UsageError(
+                    f"SupportTrace: {len(rows)} slots of token ids, and {len(logp)} of "
+                    "log-probabilities"
+                )
             values = [torch.as_tensor(list(each), dtype=torch.float32) for each in logp]
             for slot, (ids, own) in enumerate(zip(rows, values, strict=True)):
                 if ids.shape != own.shape:
@@ -244,6 +250,11 @@ class SupportTrace:
             raise UsageError(
                 f"SupportTrace: {len(ids)} ids, but the counts of {len(counts)} slots add up to "
                 f"{int(counts.sum())}"
+            )
+        if logp is not None and logp.shape != ids.shape:
+            raise UsageError(
+                f"SupportTrace: {len(ids)} ids and log-probabilities of shape {list(logp.shape)}; "
+                "give one of each id"
             )
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) > torch.iinfo(torch.int32).max):
             raise UsageError(
@@ -274,6 +285,7 @@ class SupportTrace:
 
         ids: [T, K] integer, `fill` where a set has fewer. logp: [T, K] of the same tokens.
         """
+        _check_shape(ids, logp)
         kept = ids != fill
         values = None if logp is None else logp[kept]
         return cls.from_counts(ids[kept], kept.sum(-1), logp=values)
@@ -286,6 +298,14 @@ class SupportTrace:
         `logprobs_mode="processed_logprobs"`. Raises UsageError where K may have cut a set: the
         probabilities of a whole set add up to 1.
         """
+        _check_shape(ids, logp)
+        wrong = logp.isnan() | logp.isposinf()
+        if wrong.any():
+            slot, column = wrong.nonzero()[0].tolist()
+            raise UsageError(
+                f"SupportTrace: logp is {float(logp[slot, column])} at slot {slot}, expected a "
+                "log-probability, -inf outside the support"
+            )
         kept = logp.isfinite()
         trace = cls.from_counts(ids[kept], kept.sum(-1), logp=logp[kept])
         total = logp.double().exp().masked_fill(~kept, 0.0).sum(-1)
@@ -304,6 +324,14 @@ class SupportTrace:
     def from_mask(cls, kept: Tensor, logp: Tensor | None = None) -> SupportTrace:
         """Make a trace from a mask over the vocabulary. kept: [T, V] bool. logp: [T, V]."""
         return cls.join(kept_sets(kept, logp)).to(kept.device)
+
+
+def _check_shape(ids: Tensor, logp: Tensor | None) -> None:
+    if logp is not None and logp.shape != ids.shape:
+        raise UsageError(
+            f"SupportTrace: ids of shape {list(ids.shape)}, log-probabilities of "
+            f"{list(logp.shape)}; give one of each id"
+        )
 
 
 def likeliest_needed(top_k: int) -> int:

@@ -120,5 +120,5 @@ def test_a_family_that_hands_no_bounds_to_its_layers_is_refused_in_any_dtype(dty
 
 
 def test_an_engine_refuses_a_model_that_returns_its_cache_under_another_name():
-    with pytest.raises(UsageError, match=r"rollout\.engine\.kind: MambaForCausalLM returns no past"):
+    with pytest.raises(UsageError, match=r"engine\.kind: MambaForCausalLM returns no past"):
         make_batch(mamba(), HFEngineConfig(), 100, None, combine_weights=False)

@@ -206,6 +206,8 @@ def test_a_lone_token_that_the_engine_was_not_certain_of():
         ),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"temperature": torch.ones(3)}, r"temperature is float32 \[3\]"),
+        ({"temperature": torch.tensor(-1.0)}, r"temperature is -1\.0 at slot 0"),
+        ({"temperature": torch.tensor([1.0, 0.0])}, r"temperature is 0\.0 at slot 1"),
     ],
 )
 def test_arguments_that_do_not_fit(change, words):

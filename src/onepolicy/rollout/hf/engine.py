@@ -158,6 +158,8 @@ class HFEngine:
         the completion, it is resumed from its tokens with the seed's next random numbers.
         """
         check_sampling(sampling)
+        if seed < 0:
+            raise UsageError(f"seed: {seed} is negative; random numbers are drawn from 0 or more")
         path, parts = list(prompt_ids), list[Completion]()
         while True:
             done = len(path) - len(prompt_ids)

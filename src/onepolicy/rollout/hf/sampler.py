@@ -24,6 +24,8 @@ from onepolicy.types import Sampling
 LOGP_METHOD = "log_softmax of float32 logits / temperature, then gather"
 LARGE_VOCABULARY, BLOCK = 8192, 512
 """Tokens from which a CPU draws by blocks, and those of a block."""
+LEAST_TEMPERATURE = 1e-6
+LARGEST_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +171,21 @@ def check_sampling(sampling: Sampling) -> None:
         raise UsageError(
             f"temperature: {sampling.temperature} is not a finite number >= 0 (0 is greedy)"
         )
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        raise UsageError(
+            f"temperature: {sampling.temperature} is below {LEAST_TEMPERATURE}, and logits over "
+            "it are no float32 numbers; 0 is greedy"
+        )
     if sampling.max_tokens < 1:
         raise UsageError(f"max_tokens: {sampling.max_tokens}; sample at least 1 token")
     if not 0 < sampling.top_p <= 1:
         raise UsageError(f"top_p: {sampling.top_p} is not in (0, 1]; 1 keeps the whole vocabulary")
     if sampling.top_k < 0:
         raise UsageError(f"top_k: {sampling.top_k} is negative; 0 keeps the whole vocabulary")
+    if sampling.top_k > WHOLE_VOCABULARY:
+        raise UsageError(f"top_k: {sampling.top_k} is not a number of tokens; 0 keeps all")
+    if any(abs(token) > LARGEST_ID for token in sampling.stop):
+        raise UsageError(f"stop: {max(sampling.stop, key=abs)} is no token id")
     if not 0 <= sampling.min_p < 1:
         raise UsageError(f"min_p: {sampling.min_p} is not in [0, 1); 0 keeps the whole vocabulary")
     if sampling.top_logprobs < 0:

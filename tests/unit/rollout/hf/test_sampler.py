@@ -72,6 +72,11 @@ def test_top_k_and_top_p_renormalise(narrowed):
     assert logp.exp().tolist() == pytest.approx([4 / 7, 4 / 7, 3 / 7, 3 / 7])
 
 
+def test_a_top_p_below_float32_keeps_the_likeliest_token():
+    tokens, logp = draw(P, [0.99], Sampling(1.0, 1, top_p=1e-46))
+    assert (tokens.tolist(), logp.tolist()) == ([1], [0.0])
+
+
 def test_rows_do_not_touch_each_other():
     rows = [Sampling(1.0, 1), Sampling(0.5, 1, top_k=2), Sampling(0.0, 1)]
     rows.append(Sampling(2.0, 1, top_p=0.5))
@@ -143,7 +148,8 @@ def test_uniforms_are_a_function_of_the_seed(seed, count):
     ("name", "value"),
     [
         *(("temperature", -0.1), ("temperature", math.inf), ("max_tokens", 0), ("top_p", 1.1)),
-        *(("top_k", -1), ("top_logprobs", -1)),
+        *(("top_k", -1), ("top_k", 2**63), ("top_logprobs", -1)),
+        *(("temperature", 1e-40), ("stop", (2**70,))),
     ],
 )
 def test_bad_parameters(name, value):
