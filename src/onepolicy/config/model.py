@@ -54,7 +54,8 @@ class OptimConfig(Frozen):
     weight_decay: float = Field(0.0, ge=0, le=LARGEST_FLOAT)
     """AdamW's weight decay. 0: none."""
     warmup_steps: int = Field(0, ge=0, le=LARGEST_INT)
-    """Optimiser steps over which the rate rises linearly from 0. 0: none."""
+    """Optimiser steps over which the rate rises linearly from 0; a fork counts its parent's too.
+    0: none."""
     lr_decay: Literal["none", "linear"] = "none"
     """linear: the rate falls to 0 after the end of the run, or of the fork."""
     clip_norm: PositiveFloat = 1.0

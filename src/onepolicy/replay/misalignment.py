@@ -147,6 +147,13 @@ def _cause_of_one_layer(replayed: RoutingTrace, native: RoutingTrace, column: in
             f"layer {layer} holds the routes of layer {replayed.layers[best]} "
             f"(agreement then: {scores[best]:.0%})"
         )
+    chance = replayed.top_k / replayed.num_experts
+    if scores[column] > (1 + chance) / 2:
+        return (
+            f"layer {layer} was captured, as most of its routes show: its router has changed since "
+            "it sampled, or computes something else than the engine's, or some rows were "
+            "overwritten"
+        )
     return (
         f"layer {layer} alone was captured wrongly: its buffer was overwritten (by a draft or "
         "multi-token-prediction layer of the same number?) or its router computes something else "

@@ -117,6 +117,32 @@ def _note_changed_problems(run: Path, config: RunConfig, progress: Progress) -> 
         )
 
 
+def note_fork(config: RunConfig, origin: RunOrigin, progress: Progress) -> None:
+    """Report settings of a fork that do not mean what they would mean in a new run."""
+    assert origin.weights is not None
+    updates, warmup = checkpoint.read_state(origin.weights)["updates"], config.optim.warmup_steps
+    if 0 < warmup <= updates:
+        progress.note(
+            f"optim.warmup_steps: {warmup} of the {updates} updates before, so this run begins at "
+            "the full optim.lr"
+        )
+    parent = read_stored_config(origin.weights.parent.parent)
+    then, now = (origin.step * _problems_per_step(each) for each in (parent, config))
+    if then != now:
+        missed = f"passes over {now - then} problems"
+        if now < then:
+            missed = f"plays {then - now} problems again"
+        progress.note(
+            "rollout.prompts_per_step or objective.dynamic_sampling is not the parent's: step s "
+            f"begins at a multiple of s, so this run {missed}"
+        )
+
+
+def _problems_per_step(config: RunConfig) -> int:
+    """Return how many problems a step owns, whether it plays all of them or not."""
+    return config.rollout.prompts_per_step * (1 + config.objective.dynamic_sampling)
+
+
 def _note_resume(run: Path, origin: RunOrigin, fingerprint: str, progress: Progress) -> None:
     """Report the starting point, and whether the run began on another build or processor."""
     start = "step 0"

@@ -97,6 +97,8 @@ def run_to_end(
         if resumed is not None:
             summary = resume.resume_run(resumed, progress, steps, ranks, launcher, config)
         else:
+            if fork is not None:
+                resume.note_fork(config, origin, progress)
             summary = train.start_run(config, progress, origin, launcher)
     console = Console()
     for part in summary_parts(summary):

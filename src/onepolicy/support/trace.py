@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -220,15 +220,9 @@ class SupportTrace:
         rows = [torch.as_tensor(list(each), dtype=torch.int64) for each in sets]
         values = None
         if logp is not None:
-            logp = list(logp)
-            if len(logp) != len(rows):
-                raise UsageError(
-                    f"SupportTrace: {len(rows)} slots of token ids, and {len(logp)} of "
-                    "log-probabilities"
-                )
             values = [torch.as_tensor(list(each), dtype=torch.float32) for each in logp]
-            for slot, (ids, own) in enumerate(zip(rows, values, strict=True)):
-                if ids.shape != own.shape:
+            for slot, (ids, own) in enumerate(zip_longest(rows, values, fillvalue=())):
+                if len(ids) != len(own):
                     raise UsageError(
                         f"slot {slot} has {len(ids)} token ids and {len(own)} log-probabilities"
                     )
@@ -251,11 +245,7 @@ class SupportTrace:
                 f"SupportTrace: {len(ids)} ids, but the counts of {len(counts)} slots add up to "
                 f"{int(counts.sum())}"
             )
-        if logp is not None and logp.shape != ids.shape:
-            raise UsageError(
-                f"SupportTrace: {len(ids)} ids and log-probabilities of shape {list(logp.shape)}; "
-                "give one of each id"
-            )
+        _check_shape(ids, logp)
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) > torch.iinfo(torch.int32).max):
             raise UsageError(
                 f"SupportTrace: token ids {int(ids.min())} to {int(ids.max())}; a token id is 0 "
@@ -299,17 +289,10 @@ class SupportTrace:
         probabilities of a whole set add up to 1.
         """
         _check_shape(ids, logp)
-        wrong = logp.isnan() | logp.isposinf()
-        if wrong.any():
-            slot, column = wrong.nonzero()[0].tolist()
-            raise UsageError(
-                f"SupportTrace: logp is {float(logp[slot, column])} at slot {slot}, expected a "
-                "log-probability, -inf outside the support"
-            )
-        kept = logp.isfinite()
+        kept = ~logp.isneginf()
         trace = cls.from_counts(ids[kept], kept.sum(-1), logp=logp[kept])
         total = logp.double().exp().masked_fill(~kept, 0.0).sum(-1)
-        short = kept.any(-1) & ((total - 1).abs() > TOTAL_TOLERANCE)
+        short = kept.any(-1) & ~((total - 1).abs() <= TOTAL_TOLERANCE)  # a NaN too
         if short.any():
             slot = int(short.nonzero()[0, 0])
             raise UsageError(

@@ -33,7 +33,7 @@ from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import CheckpointState, read_json_object
 from onepolicy.files import leads_into, refuse_links_out, sync_to_disk
 from onepolicy.interfaces import Learner
-from onepolicy.train.optim import MASTER, MasterAdamW
+from onepolicy.train.optim import MasterAdamW, restore_state
 from onepolicy.train.state import SHARDS, CheckpointedLearner, optimizer_moments, sharded_like
 
 if TYPE_CHECKING:
@@ -343,8 +343,6 @@ def _restore_moments(
         if name not in parameters:
             raise UsageError(f"{path}: optimiser state for {name}, which the model does not have")
         parameter = parameters[name]
-        if key == MASTER and parameter.dtype == torch.float32:  # a fork may change model.dtype
-            continue
         if key != "step":
             value = sharded_like(parameter, value)
-        optimizer.put_state(parameter, key, value)
+        restore_state(optimizer, parameter, key, value)

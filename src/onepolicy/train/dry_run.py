@@ -48,7 +48,7 @@ from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.load import DTYPES
 from onepolicy.models.recurrent.layers import install_recurrent
 from onepolicy.sync.adapters import add_adapter
-from onepolicy.train.activation_checkpointing import RANDOM_SETTINGS
+from onepolicy.train.activation_checkpointing import checkpoint_activations
 from onepolicy.train.fake_kernels import kernel_stand_ins, patched
 from onepolicy.train.forward import SlotLayout, forward
 from onepolicy.train.optimizers import widen_gradients
@@ -314,9 +314,7 @@ class DryRunModel:
                 parameter.grad = None if makes_grad else _empty_gradient(parameter)
             existing = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
             if checkpointing:
-                self.model.gradient_checkpointing_enable(
-                    gradient_checkpointing_kwargs={"use_reentrant": False}
-                )
+                checkpoint_activations(self.model)
             try:
                 last_layer = self._layers[depth - 1]
                 with PeakMemory(existing) as memory, _peak_before(last_layer, memory) as early:
@@ -342,6 +340,7 @@ class DryRunModel:
             finally:
                 if checkpointing:
                     self.model.gradient_checkpointing_disable()
+                    self.model.eval()
                 for parameter in parameters:
                     parameter.grad = None
 
@@ -359,12 +358,8 @@ class DryRunModel:
 
 
 def _causal_lm(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    config = deepcopy(config)
-    text = config.get_text_config()
-    for name in set(RANDOM_SETTINGS) & set(vars(text)):
-        setattr(text, name, 0.0)  # the trainer's forward draws no numbers
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype).eval()
     except ValueError as error:
         reason = str(error).splitlines()[0]
         raise UsageError(

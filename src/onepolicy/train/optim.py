@@ -73,6 +73,14 @@ class MasterAdamW(torch.optim.AdamW):
         self.state[parameter][key] = value.to(parameter.device, torch.float32)
 
 
+def restore_state(optimizer: MasterAdamW, parameter: Tensor, key: str, value: Tensor) -> None:
+    """Take a value from a checkpoint. A fork from bfloat16 to float32 goes on from its masters."""
+    if key == MASTER and parameter.dtype == torch.float32:
+        parameter.data.copy_(value)
+    else:
+        optimizer.put_state(parameter, key, value)
+
+
 def clip_gradients(model: nn.Module, limit: float) -> float:
     """Scale the gradients to a total norm of at most `limit`. Return the norm before scaling.
 

@@ -10,6 +10,7 @@ from onepolicy.config import resolve
 from onepolicy.objective.loss import policy_loss
 from onepolicy.plan.hardware import parse_cluster
 from onepolicy.plan.planner import Planner
+from onepolicy.train.activation_checkpointing import checkpoint_activations
 from onepolicy.train.dry_run import MicroBatchShape, PeakMemory, _fake_batch, _slot_layout
 from onepolicy.train.fake_kernels import kernel_stand_ins
 from onepolicy.train.forward import forward
@@ -39,7 +40,7 @@ def whole_update(planner, config, samples):
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
         if config.train.activation_checkpointing:
-            dry.model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(dry.model)
         existing = [*parameters, *(p.grad for p in parameters)]
         with PeakMemory(existing) as memory:
             scored = forward(dry.model, batch, layout, entropy_graph=entropy)

@@ -57,6 +57,23 @@ def test_the_step_after_a_restore_is_the_same_to_the_bit(saved):
     assert all(torch.equal(weights[n], restored[n]) for n in weights)
 
 
+def test_a_fork_to_float32_goes_on_from_the_masters(tmp_path):
+    """Updates that bfloat16 rounds away are in the masters alone."""
+    learner = learner_of()
+    learner.scorer.model.to(torch.bfloat16)
+    one_step(learner, batch_of())
+    path = save(tmp_path, learner)
+    masters = {n: learner.optimizer.state[p]["master"] for n, p in learner.model.named_parameters()}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    rounded = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    fork = LocalLearner(PolicyScorer(model.eval(), learner.config, routers=bind_routers(model)))
+    checkpoint.restore_optimizer(path, fork)
+    own = dict(fork.model.named_parameters())
+    assert all(torch.equal(own[name], master) for name, master in masters.items())
+    assert any(not torch.equal(rounded[name], master) for name, master in masters.items())
+    assert all("master" not in fork.optimizer.state[parameter] for parameter in own.values())
+
+
 def test_the_index_keeps_engines_from_loading_the_optimizer(saved):
     """vLLM and SGLang load every *.safetensors of a folder that an index does not exclude."""
     path, _ = saved

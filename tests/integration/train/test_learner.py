@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, OPTConfig
 
 from onepolicy.build.learner import build_critic
 from onepolicy.config import UsageError, resolve
@@ -13,6 +14,7 @@ from onepolicy.models.prepare import prepare_for_training
 from onepolicy.objective.advantages import compute_advantages
 from onepolicy.replay.checks import RoutingError
 from onepolicy.train import pack
+from onepolicy.train.activation_checkpointing import checkpoint_activations
 from onepolicy.train.critic import explained_variance
 from onepolicy.train.learner import LocalLearner
 from onepolicy.train.scorer import PolicyScorer
@@ -139,12 +141,23 @@ def test_rates_of_warm_up_and_of_linear_decay():
     assert forked == pytest.approx([0.01 / 3])
 
 
-def test_checkpointing_refuses_dropout():
+def test_checkpointing_leaves_out_what_layers_draw_in_train_mode():
+    """Dropout inside of a layer is off. A layer of OPT's own dropout would be on."""
     config = resolve(BASE, [CHECKPOINTING])
     model = make("qwen3_moe")
-    model.config.attention_dropout = 0.1
-    with pytest.raises(UsageError, match=r"attention_dropout=0\.1"):
-        LocalLearner(PolicyScorer(model, config, routers=None))
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    learner = LocalLearner(PolicyScorer(model, config, routers=None))
+    assert all(layer.training for layer in model.model.layers)  # or nothing is checkpointed
+    first, second = (learner.scorer.score(batch_of(), replay=False).logp_old for _ in range(2))
+    assert torch.equal(first, second)
+    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_attention_heads": 2, "word_embed_proj_dim": 16}
+    opt = AutoModelForCausalLM.from_config(OPTConfig(vocab_size=32, num_hidden_layers=1, **sizes))
+    with pytest.raises(UsageError, match=r"OPTDecoder has dropout=0\.1 from the config"):
+        checkpoint_activations(opt)
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(UsageError, match="checkpointing: transformers has none"):
+        checkpoint_activations(model)
 
 
 def test_checkpointing_recomputes_the_critics_layers_too(tmp_path):

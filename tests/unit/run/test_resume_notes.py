@@ -8,8 +8,14 @@ import pytest
 
 from onepolicy.config import UsageError, resolve
 from onepolicy.run.loop import clean_folder
-from onepolicy.run.resume import _note_changed_problems, _note_resume, resume_origin
-from onepolicy.run.run_folder import FROM_SCRATCH, RunOrigin, create_run_folder, read_about
+from onepolicy.run.resume import _note_changed_problems, _note_resume, note_fork, resume_origin
+from onepolicy.run.run_folder import (
+    FROM_SCRATCH,
+    RunOrigin,
+    create_run_folder,
+    read_about,
+    write_config,
+)
 
 PARENT = {"run": "runs/other", "step": 4}
 
@@ -87,3 +93,31 @@ def test_a_run_that_goes_on_has_no_summary_and_no_report(tmp_path):
         (tmp_path / name).write_text("")
     clean_folder(tmp_path, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], []),
+        (["optim.warmup_steps=12"], []),
+        (
+            ["optim.warmup_steps=10"],
+            ["10 of the 10 updates before, so this run begins at the full"],
+        ),
+        (["rollout.prompts_per_step=4"], ["so this run plays 12 problems again"]),
+        (["objective.dynamic_sampling=1"], ["so this run passes over 24 problems"]),
+    ],
+)
+def test_a_fork_says_what_its_parent_has_used_up(settings, words, tmp_path):
+    """After 3 steps of 8 problems, and 10 optimiser steps."""
+    tree = {"out": "unused", "steps": 9, "model": {"path": "tiny"}, "task": {"kind": "chain"}}
+    parent, notes = resolve(tree, ["rollout.prompts_per_step=8"]), []
+    write_config(tmp_path, parent)
+    weights = tmp_path / "checkpoints" / "step_00003"
+    weights.mkdir(parents=True)
+    (weights / "state.json").write_text('{"step": 3, "updates": 10, "files": {}}')
+    origin = RunOrigin(3, weights, {"run": str(tmp_path), "step": 3})
+    config = resolve(tree, ["rollout.prompts_per_step=8", *settings])
+    note_fork(config, origin, SimpleNamespace(note=notes.append))
+    assert len(notes) == len(words)
+    assert all(word in note for word, note in zip(words, notes, strict=True))

@@ -81,12 +81,12 @@ def test_parts_without_a_set_are_not_filled_in():
         (lambda: SupportTrace.from_sets([[1], [2, 2]]), "slot 1 has token 2 twice"),
         (lambda: SupportTrace.from_sets([[-1]]), "token ids -1 to -1"),
         (lambda: SupportTrace.from_sets([[1]], [[0.0, 0.0]]), "slot 0 has 1 token ids and 2 log"),
-        (lambda: SupportTrace.from_sets([[1], [2]], [[0.0]]), "2 slots of token ids, and 1 of"),
+        (lambda: SupportTrace.from_sets([[1], [2]], [[0.0]]), "slot 1 has 1 token ids and 0 log"),
         (
             lambda: SupportTrace.from_counts(
                 torch.tensor([1, 2]), torch.tensor([1, 1]), logp=torch.zeros(3)
             ),
-            r"2 ids and log-probabilities of shape \[3\]",
+            r"ids of shape \[2\], log-probabilities of \[3\]",
         ),
         (
             lambda: SupportTrace.from_padded(torch.tensor([[1, -1]]), logp=torch.zeros(1, 1)),
@@ -96,7 +96,7 @@ def test_parts_without_a_set_are_not_filled_in():
             lambda: SupportTrace.from_logp(
                 torch.tensor([[1, 2]]), torch.tensor([[0.0, float("nan")]])
             ),
-            "logp is nan at slot 0",
+            "tokens of slot 0 have a probability of nan",
         ),
         (
             lambda: SupportTrace.from_counts(torch.tensor([1, 2]), torch.tensor([3])),
