@@ -109,6 +109,12 @@ def foreign(ids: Tensor) -> Tensor:
     return torch.rand(*ids.shape[:2], 16).argsort(-1)[..., :4].to(ids.dtype)
 
 
+def one_exchanged(ids: Tensor) -> Tensor:  # [T, 4] of 16
+    """Return a layer's routes with another expert in the place of one of the four."""
+    absent = torch.ones(len(ids), 16).scatter(1, ids.long(), 0.0).argmax(-1, keepdim=True)
+    return torch.cat([absent.to(ids.dtype), ids[:, 1:]], 1)
+
+
 AXIS = "layer axis is moved by one"
 MISALIGNED = [
     (lambda ids, _: ids.roll(1, 0), "layer 0 agree in", "one row late", "routes of the one before"),
@@ -119,6 +125,10 @@ MISALIGNED = [
     (lambda ids, b: late_in(ids, b[2], b[3]), "sample 2 of the batch", "one row late"),
     (lambda ids, _: column(ids, 1, ids[:, 0]), "layer 1 agree", "1 holds the routes of layer 0"),
     (lambda ids, _: column(ids, 1, foreign(ids)[:, 1]), "layer 1 agree in", "layer 1 alone was"),
+    (
+        lambda ids, _: column(ids, 1, one_exchanged(ids[:, 1])),
+        *("layer 1 agree in 7", "its router has changed since"),
+    ),
     (lambda ids, _: foreign(ids), "every layer is wrong", "replay.min_agreement"),
 ]
 
