@@ -125,17 +125,8 @@ def _k3_by_bins(batch: TokenBatch, number: Tensor, k3: str, tokens: str) -> dict
     return means | {f"{tokens}@{TURNS[i]}": float(each.tokens) for i, each in found.items()}
 
 
-def turn_name(start: int) -> str:
-    """Return the turns, counted from 1, of the bin of TURNS that starts at `start`."""
-    return _bin_name(start, 1)
-
-
-def age_name(start: int) -> str:
-    """Return the ages, from 0, of the bin of TURNS that starts at `start`."""
-    return _bin_name(start, 0)
-
-
-def _bin_name(start: int, first: int) -> str:
+def turn_name(start: int, first: int = 1) -> str:
+    """Return the turns of the bin of TURNS that starts at `start`. first: number of the first."""
     if start < 8:
         return str(start + first)
     if start == TURNS[-1]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from onepolicy.config.secrets import without_secrets
-from onepolicy.divergence.breakdown import age_name
+from onepolicy.divergence.breakdown import turn_name
 from onepolicy.notation import counted, number
 from onepolicy.report.figures import groups, routing, steps, tokens
 from onepolicy.report.figures.parts import (
@@ -281,7 +282,7 @@ def k3_by_age(run: Run) -> Figure | Absent:
     found = groups.Curve.of(label, style, run.rows, k3=k3, tokens=tokens_of)
     if not found.k3:
         return Absent("k3_staleness", f"k3 by age: metrics.jsonl has no {groups.AGE_K3}k.")
-    return groups.by_age([found], "of the run", age_name)
+    return groups.by_age([found], "of the run", partial(turn_name, first=0))
 
 
 def pairs_of(run: Run) -> list[tokens.Pairs]:

@@ -33,7 +33,7 @@ from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import CheckpointState, read_json_object
 from onepolicy.files import leads_into, refuse_links_out, sync_to_disk
 from onepolicy.interfaces import Learner
-from onepolicy.train.optim import MasterAdamW, restore_state
+from onepolicy.train.optim import MasterAdamW
 from onepolicy.train.state import SHARDS, CheckpointedLearner, optimizer_moments, sharded_like
 
 if TYPE_CHECKING:
@@ -345,4 +345,4 @@ def _restore_moments(
         parameter = parameters[name]
         if key != "step":
             value = sharded_like(parameter, value)
-        restore_state(optimizer, parameter, key, value)
+        optimizer.put_state(parameter, key, value)

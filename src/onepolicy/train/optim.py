@@ -29,9 +29,7 @@ def learning_rate(config: OptimConfig, update: int, done: float) -> float:
     a parent run with another number of minibatches has counted these differently.
     """
     warmup = min(1.0, (update + 1) / (config.warmup_steps + 1))
-    decay = 1.0
-    if config.lr_decay == "linear":
-        decay = 1 - done
+    decay = 1 - done if config.lr_decay == "linear" else 1.0
     return config.lr * warmup * decay
 
 
@@ -69,16 +67,11 @@ class MasterAdamW(torch.optim.AdamW):
         return torch.empty_like(parameter, dtype=torch.float32)
 
     def put_state(self, parameter: Tensor, key: str, value: Tensor) -> None:
-        """Set a value of `saved_state`."""
-        self.state[parameter][key] = value.to(parameter.device, torch.float32)
-
-
-def restore_state(optimizer: MasterAdamW, parameter: Tensor, key: str, value: Tensor) -> None:
-    """Take a value from a checkpoint. A fork from bfloat16 to float32 goes on from its masters."""
-    if key == MASTER and parameter.dtype == torch.float32:
-        parameter.data.copy_(value)
-    else:
-        optimizer.put_state(parameter, key, value)
+        """Set a value of `saved_state`. Masters of a bfloat16 run are a float32 fork's weights."""
+        if key == MASTER and parameter.dtype == torch.float32:
+            parameter.data.copy_(value)
+        else:
+            self.state[parameter][key] = value.to(parameter.device, torch.float32)
 
 
 def clip_gradients(model: nn.Module, limit: float) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from onepolicy.train.optim import MasterAdamW
+from onepolicy.train.optim import MASTER, MasterAdamW
 
 BUCKET_BYTES = 2**30  # of float32 state: two moments and a master for each parameter
 STATE_BYTES = 12  # of a parameter in that
@@ -81,6 +81,9 @@ class StreamedAdamW(MasterAdamW):
         return torch.empty_like(parameter, dtype=torch.float32, device="cpu")
 
     def put_state(self, parameter: Tensor, key: str, value: Tensor) -> None:
+        if key == MASTER and parameter.dtype == torch.float32:
+            super().put_state(parameter, key, value)
+            return
         value = value.to(parameter.device, torch.float32)
         if key != STEP:
             value = self.put(parameter, key, value, None)

@@ -24,8 +24,6 @@ from onepolicy.types import Sampling
 LOGP_METHOD = "log_softmax of float32 logits / temperature, then gather"
 LARGE_VOCABULARY, BLOCK = 8192, 512
 """Tokens from which a CPU draws by blocks, and those of a block."""
-LEAST_TEMPERATURE = 1e-6
-LARGEST_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,7 @@ def _effective_parameters(sampling: Sampling) -> tuple[float, int, float, float]
     """Return temperature, top_k, top_p and min_p; for a greedy row those that change nothing."""
     if sampling.temperature == 0:
         return 1.0, WHOLE_VOCABULARY, 1.0, 0.0
-    top_k = sampling.top_k or WHOLE_VOCABULARY
-    return sampling.temperature, top_k, sampling.top_p, sampling.min_p
+    return sampling.temperature, sampling.top_k or WHOLE_VOCABULARY, sampling.top_p, sampling.min_p
 
 
 class Sampled(NamedTuple):
@@ -167,26 +164,16 @@ def invert_cdf_by_blocks(probability: Tensor, uniform: Tensor) -> Tensor:
 
 def check_sampling(sampling: Sampling) -> None:
     """Raise UsageError for parameters that define no distribution."""
-    if not (np.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise UsageError(
-            f"temperature: {sampling.temperature} is not a finite number >= 0 (0 is greedy)"
-        )
-    if 0 < sampling.temperature < LEAST_TEMPERATURE:
-        raise UsageError(
-            f"temperature: {sampling.temperature} is below {LEAST_TEMPERATURE}, and logits over "
-            "it are no float32 numbers; 0 is greedy"
-        )
-    if sampling.max_tokens < 1:
-        raise UsageError(f"max_tokens: {sampling.max_tokens}; sample at least 1 token")
-    if not 0 < sampling.top_p <= 1:
-        raise UsageError(f"top_p: {sampling.top_p} is not in (0, 1]; 1 keeps the whole vocabulary")
-    if sampling.top_k < 0:
-        raise UsageError(f"top_k: {sampling.top_k} is negative; 0 keeps the whole vocabulary")
-    if sampling.top_k > WHOLE_VOCABULARY:
-        raise UsageError(f"top_k: {sampling.top_k} is not a number of tokens; 0 keeps all")
-    if any(abs(token) > LARGEST_ID for token in sampling.stop):
-        raise UsageError(f"stop: {max(sampling.stop, key=abs)} is no token id")
-    if not 0 <= sampling.min_p < 1:
-        raise UsageError(f"min_p: {sampling.min_p} is not in [0, 1); 0 keeps the whole vocabulary")
-    if sampling.top_logprobs < 0:
-        raise UsageError(f"top_logprobs: {sampling.top_logprobs} is negative; 0 asks for none")
+    t = sampling.temperature
+    expected = {
+        "temperature": (t == 0 or 1e-6 <= t < np.inf, "0 (greedy), or 1e-6 or more"),
+        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
+        "top_p": (0 < sampling.top_p <= 1, "in (0, 1]; 1 keeps the whole vocabulary"),
+        "top_k": (0 <= sampling.top_k <= WHOLE_VOCABULARY, "a number of tokens; 0 keeps all"),
+        "min_p": (0 <= sampling.min_p < 1, "in [0, 1); 0 keeps the whole vocabulary"),
+        "top_logprobs": (sampling.top_logprobs >= 0, "0 or more; 0 asks for none"),
+        "stop": (all(abs(token) < 2**31 for token in sampling.stop), "of token ids alone"),
+    }
+    for name, (is_good, words) in expected.items():
+        if not is_good:
+            raise UsageError(f"{name}: {getattr(sampling, name)} is not {words}")

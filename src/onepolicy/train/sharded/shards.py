@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onepolicy.config import TrainingError, UsageError
-from onepolicy.train.optim import MasterAdamW, restore_state
+from onepolicy.train.optim import MasterAdamW
 from onepolicy.train.state import SHARDS, CheckpointedLearner, optimizer_moments
 
 MODEL, CRITIC, RNG = "model", "critic.", "rng"
@@ -140,8 +140,7 @@ def restore(folder: Path, learner: CheckpointedLearner) -> None:
         wanted[RNG] = torch.get_rng_state()
     read_tensors(folder, wanted)
     for moment in moments:
-        value = wanted[moment.full_name]
-        restore_state(moment.optimizer, moment.parameter, moment.kind, value)
+        moment.optimizer.put_state(moment.parameter, moment.kind, wanted[moment.full_name])
     if RNG in wanted:
         torch.set_rng_state(wanted[RNG])
 
