@@ -163,3 +163,13 @@ def test_checkpoints_of_8_bit_state_hold_float32(torchao, before, after):
         assert type(value) is torch.Tensor
         assert (again - value).abs().max() <= 0.02 * value.abs().max()
     train(continued, loaded, 1)
+
+
+@pytest.mark.parametrize("state", ["device", "host"])
+def test_masters_are_the_weights_of_a_float32_fork(state):
+    model = model_of()
+    optimizer, weight = optimizer_of(model, state), model[0].weight
+    master = torch.randn(weight.shape)
+    optimizer.put_state(weight, MASTER, master)
+    assert torch.equal(weight, master)
+    assert MASTER not in optimizer.state[weight]
