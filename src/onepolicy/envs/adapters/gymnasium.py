@@ -41,7 +41,7 @@ class TextEnvironment(seeded.Game):
         self.space: Any = self.env.action_space
         self.toy: dict[str, Any] = words.toy_text().get(type(self.env.unwrapped).__name__, {})
         names = config.actions or self.toy.get("actions", ())
-        self.names = tuple(name.lower() for name in names)
+        self.names = tuple(name.strip().lower() for name in names)
 
     def act_tool(self) -> words.ActTool:
         actions = words.describe_actions(self.space, self.names)

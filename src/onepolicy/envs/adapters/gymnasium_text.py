@@ -66,7 +66,8 @@ def describe_value(value: Any) -> str:
     array = np.asarray(value)
     if array.size > MOST_NUMBERS or array.dtype.kind not in "biuf":
         raise TextFormError(f"an observation of shape {array.shape}")
-    return ", ".join(f"{number:.4g}" for number in array.ravel().tolist())
+    digits = ".4g" if array.dtype.kind == "f" else "d"
+    return ", ".join(format(number, digits) for number in array.ravel().tolist())
 
 
 def describe_ansi(screen: str) -> str:

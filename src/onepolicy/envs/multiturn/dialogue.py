@@ -7,6 +7,7 @@ special tokens split into plain text, so no reply can end a turn or open another
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ Pieces = tuple[Sequence[str], Sequence[str]]
 # Placeholders are rendered in place of texts, then found again in the rendered template.
 MESSAGE_PLACEHOLDER = "textofmessage"
 REPLY_PLACEHOLDER = "textofreply"
+ODD_REPLY = 'a "reply"\nof lines'
 THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 THOUGHT_TEXT = "athought"
 THOUGHT = f"{THOUGHT_START}\n{THOUGHT_TEXT}\n{THOUGHT_END}\n\n"
@@ -137,6 +139,7 @@ class Dialogue:
         self._between_turns: dict[int, list[str]] = {}  # number of replies -> texts around them
         if tokenizer.chat_template is not None:
             self._check_history()
+            self._escapes = self._escapes_replies()
             turns.starts_in_thought = self._template.starts_in_thought()
 
     def encode_first_prompt(self, prompt: InitialPrompt) -> list[int]:
@@ -162,7 +165,8 @@ class Dialogue:
             return path + self._encode((["", ""], [self.turns.reply_lines(last)]))
         if self.fork:
             return self._encode(self._render_history(prompt, turns, replies))
-        return path + self._encode((self._render_between_turns(len(last)), last))
+        texts = list(map(self._reply_text, last))
+        return path + self._encode((self._render_between_turns(len(last)), texts))
 
     def _render_history(
         self, prompt: InitialPrompt, turns: Sequence[str], replies: Sequence[Replies]
@@ -182,7 +186,7 @@ class Dialogue:
             for reply in turn_replies:
                 placeholders.append(_placeholder(len(placeholders), word))
                 messages.append(self.turns.reply_message(placeholders[-1]))
-                texts.append(reply)
+                texts.append(self._reply_text(reply))
         return _split_at(self._template.render(messages, prompt=True), placeholders), texts
 
     def _render_between_turns(self, count: int) -> list[str]:
@@ -197,6 +201,26 @@ class Dialogue:
             assert text.startswith(ended), "_check_history refuses such a template"
             self._between_turns[count] = _split_at(text[len(ended) :], placeholders)
         return self._between_turns[count]
+
+    def _reply_text(self, reply: str) -> str:
+        """Return the reply as the template writes it."""
+        return json.dumps(reply, ensure_ascii=False)[1:-1] if self._escapes else reply
+
+    def _escapes_replies(self) -> bool:
+        """Return whether the template writes a reply as the inside of a JSON string, as Llama 3.1.
+
+        Raises UsageError if it writes something else than the reply.
+        """
+        turn = [EXAMPLE_QUESTION, self.turns.turn_message(THOUGHT)]
+        text = self._template.render([*turn, self.turns.reply_message(ODD_REPLY)], prompt=True)
+        if ODD_REPLY in text:
+            return False
+        if json.dumps(ODD_REPLY)[1:-1] not in text:
+            raise UsageError(
+                "model.path: the chat template does not write a tool's reply as it is, nor as a "
+                "JSON string; use another one"
+            )
+        return True
 
     def _check_history(self) -> None:
         """Raise UsageError if the template rewrites history, unless fork is set."""

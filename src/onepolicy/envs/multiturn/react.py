@@ -105,4 +105,8 @@ class ReAct(MultiTurnEnvironment):
         limit = self.config.reply_chars
         if len(reply) <= limit:
             return reply
-        return f"{reply[:limit]}... ({len(reply) - limit} more characters)"
+        # the last line says what failed
+        before, _, last = reply.rpartition("\n")
+        last = last[-limit // 2 :] if before else ""
+        cut = f"{reply[: limit - len(last)]}... ({len(reply) - limit} more characters)"
+        return f"{cut}\n{last}".rstrip("\n")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,6 +34,10 @@ BARE_RELATION = re.compile(
 
 math-verify would read only its last number as the answer.
 """
+
+SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d*)?[eE][+-]?\d{1,3}(?!\w|\.\d)")
+"""Pattern of a number as JSON and Python write it: 1e-05."""
+WORD_OR_DATE = re.compile(r"[A-Za-z]{3,}|[A-Z][a-z]|\d{4}-\d\d?-\d\d?")
 
 
 class MathGrader:
@@ -72,6 +77,9 @@ class MathGrader:
             return 0.0
         if text == answer.strip():
             return 1.0
+        if _is_no_expression(answer) and answer.strip().lower() not in text.lower():
+            return 0.0
+        text = SCIENTIFIC.sub(_written_out, text)
         if prefix or BARE_RELATION.fullmatch(text):
             text = mark_as_latex(text)
         with self._lock:
@@ -141,11 +149,21 @@ class MathGrader:
 def mark_as_latex(answer: str) -> str:
     r"""Return the answer in $...$ unless it is marked as LaTeX already.
 
-    math-verify reads a bare 2\sqrt{3} as 2.
+    math-verify reads a bare 2\sqrt{3} as 2, and 1e-05 as e - 5.
     """
+    answer = SCIENTIFIC.sub(_written_out, answer)
     if "$" in answer or "\\boxed" in answer:
         return answer
     return f"${answer}$"
+
+
+def _written_out(number: re.Match[str]) -> str:
+    return format(Decimal(number[0]), "f")
+
+
+def _is_no_expression(answer: str) -> bool:
+    """Return whether an answer is a word or a date: math-verify reads a product or a sum."""
+    return WORD_OR_DATE.fullmatch(answer.strip()) is not None
 
 
 def _exchange_line(

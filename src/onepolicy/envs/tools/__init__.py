@@ -58,4 +58,12 @@ def function_schema(tool: ToolSpec) -> dict[str, object]:
     return {"type": "function", "function": function}
 
 
-__all__ = ["Calculator", "PythonSandbox", "Search", "Tool", "ToolSpec", "build_tools", "schema"]
+__all__ = [
+    "Calculator",
+    "PythonSandbox",
+    "Search",
+    "Tool",
+    "ToolSpec",
+    "build_tools",
+    "function_schema",
+]

@@ -243,9 +243,12 @@ def _startup_script(config: PythonTool) -> str:
     return "\n".join(
         [
             Path(sandbox_init.__file__).read_text(encoding="utf-8"),
-            "import sys",
+            "import sys, types",
             f"enter_sandbox(int(sys.argv.pop()), {limits!r}, {seconds!r}, {INODES}, {tables_kib})",
-            'exec(compile(sys.stdin.read(), "<code>", "exec"), {"__name__": "__main__"})',
+            # unittest, doctest and pickle look the code's names up in its module
+            'start, main = sys.modules["__main__"], types.ModuleType("__main__")',
+            'sys.modules["__main__"] = main',
+            'exec(compile(sys.stdin.read(), "<code>", "exec"), main.__dict__)',
         ]
     )
 

@@ -52,6 +52,15 @@ SAYS = [  # code, end of what it says
         "made",
     ),
     (
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(1, 2)\n"
+        "unittest.main()",
+        "FAILED (failures=1)",
+    ),
+    (
+        "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))).__name__)",
+        "A",
+    ),
+    (
         "import tempfile\n"
         "with tempfile.TemporaryDirectory() as f: open(f + '/a', 'w').close(); print('made')",
         "made",

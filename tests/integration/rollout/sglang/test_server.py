@@ -213,6 +213,19 @@ def test_the_next_run_finds_the_last_ones_weights(fake, models):
         asyncio.run(open_engine(fake).check_reload())
 
 
+def test_a_first_update_that_was_cut_off_leaves_no_initial_weights(fake, models):
+    first = open_engine(fake)
+    asyncio.run(first.attach(fake.folder))
+
+    async def interrupted():
+        async with first._update(1):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(interrupted())
+    assert not open_engine(fake).has_initial_checkpoint(fake.folder)
+
+
 def test_a_run_starts_from_its_own_checkpoint_on_a_used_server(fake, models):
     before = open_engine(fake)
     asyncio.run(before.attach(fake.folder))

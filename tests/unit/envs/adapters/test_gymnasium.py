@@ -143,6 +143,9 @@ def test_returns_of_other_toy_text():
 def test_spaces_in_words_and_back():
     value = (3, {"at": np.array([0.25, -1]), "name": "fox"})
     assert describe_value(value) == "3, at: 0.25, -1; name: fox"
+    assert describe_value({"gold": 100001, "at": np.array([1.5, 12345.6])}) == (
+        "gold: 100001; at: 1.5, 1.235e+04"
+    )
     box, several = spaces.Box(-1, 1, (2,)), spaces.MultiDiscrete([2, 3])
     assert parse_action(spaces.Discrete(3, start=5), "6", ()) == 6
     assert parse_action(several, "1, 2", ()).tolist() == [1, 2]

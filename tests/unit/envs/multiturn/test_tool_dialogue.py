@@ -156,6 +156,14 @@ def test_long_replies_are_cut_and_their_special_tokens_are_text(tmp_path):
     assert env.tokenizer.decode(after) == f"\nObservation: {reply}\n"
 
 
+def test_the_last_line_of_a_long_reply_is_kept(tmp_path):
+    """An error is there."""
+    cut = environment(tools=search(tmp_path, "owl"), reply_chars=30)._truncate_reply
+    reply = "z" * 99 + "\nerror: still running"
+    assert cut(reply) == "z" * 15 + f"... (90 more characters)\n{reply[-15:]}"
+    assert cut("z" * 99 + "\n") == "z" * 30 + "... (70 more characters)"
+
+
 # --- chat templates -------------------------------------------------------------------------------
 def test_a_template_with_tools():
     env = environment(HERMES)
@@ -244,6 +252,19 @@ def test_a_reply_cannot_open_a_turn(tmp_path):
     turn = '<call>{"name": "search", "arguments": {"query": "owl"}}</call>'
     (_,), script = play(env, [turn, "x"])
     assert script.prompts[1].count(env.tokenizer.convert_tokens_to_ids("<user>")) == 1
+
+
+@pytest.mark.parametrize("history", ["keep", "fork"])
+def test_replies_are_escaped_where_the_template_does(history, tmp_path):
+    """Llama 3.1 writes the reply of a tool as JSON."""
+    template = {"keep": HERMES, "fork": FORGETFUL}[history]
+    template = template.replace("<tool>{{ m['content'] }}", "<tool>{{ m['content'] | tojson }}")
+    settings = {} if history == "keep" else {"history": "fork"}
+    env = environment(template, tools=search(tmp_path, 'the "owl" is'), **settings)
+    turn = '<call>{"name": "search", "arguments": {"query": "owl"}}</call>'
+    (*_,), script = play(env, [f"<think>hm</think>{turn}", "<think>hm</think>x"])
+    text = env.tokenizer.decode(script.prompts[1])
+    assert '<tool>"[1] the \\"owl\\" is"<eos>' in text
 
 
 def test_a_rewriting_template_is_refused_or_forked():

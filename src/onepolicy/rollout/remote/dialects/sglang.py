@@ -176,6 +176,8 @@ class SGLangDialect(Dialect):
         later requests from them.
         """
         await self.client.post("/pause_generation", {"mode": self.config.pause})
+        if self.is_initial:  # of which only a part may be left: a later run must reload them
+            await self._rename(self._named(0))
         self._flush = self.config.pause != "in_place" or not gate.running
 
     def _named(self, version: int) -> WeightsId:
