@@ -200,6 +200,7 @@ class DumpAccumulator:
     columns: tuple[str, ...]
     framework: str = ""  # the trainer that the first file names; empty for none
     named: bool = False  # steps are those in the names of the files
+    replayed: bool = False  # the first file says that the trainer replays
     rows: int = 0
     entries: int = 0  # tokens, prompts included
     overall: Statistics | None = None
@@ -360,7 +361,8 @@ def accumulate_dump(
             )
         if accumulator is None:
             columns = tuple(block.columns)
-            accumulator = DumpAccumulator(path, columns, block.framework, block.named)
+            said = block.framework, block.named, block.replayed
+            accumulator = DumpAccumulator(path, columns, *said)
         accumulator.add(block)
         progress(block.done)
     assert accumulator is not None, "read_dump refuses an empty dump"

@@ -210,7 +210,7 @@ def _replayable_routers(accumulated: DumpAccumulator) -> float | None:
 
     If the trainer replays already, the share is 0: the remaining gap is not due to routing.
     """
-    if accumulated.native is not None:
+    if accumulated.native is not None or accumulated.replayed:
         return 0.0
     if accumulated.routes is None or not accumulated.routes.slots:
         return None

@@ -22,6 +22,7 @@ from onepolicy.record.schema import (
     BLOCK_ROWS,
     COLUMNS,
     FRAMEWORK_KEY,
+    REPLAYED_KEY,
     VERSION,
     VERSION_KEY,
     Array,
@@ -76,6 +77,7 @@ def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:
     with file:
         _check_version(path, metadata.get(VERSION_KEY))
         framework = metadata.get(FRAMEWORK_KEY, b"")[:LONGEST_NAME].decode(errors="replace")
+        replayed = metadata.get(REPLAYED_KEY) == b"1"
         selected = select_columns(str(path), names, mapping)
         check_unique(str(path), [name for name in names if name in selected.values()])
         first, total = 0, file.metadata.num_rows
@@ -98,7 +100,7 @@ def read_parquet(path: Path, mapping: Mapping[str, str]) -> Iterator[RawBlock]:
                 ours: _ragged_from_arrow(pa, path, first, ours, batch.column(name))
                 for ours, name in selected.items()
             }
-            yield RawBlock(first, raw, (first + batch.num_rows) / total, framework)
+            yield RawBlock(first, raw, (first + batch.num_rows) / total, framework, replayed)
             first += batch.num_rows
 
 

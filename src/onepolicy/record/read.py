@@ -120,7 +120,7 @@ def _blocks(
                 "--memory-limit"
             )
         block = checked_block(str(files[number]), raw.first_row, raw.columns, raw.done)
-        yield number, dataclasses.replace(block, framework=raw.framework)
+        yield number, dataclasses.replace(block, framework=raw.framework, replayed=raw.replayed)
 
 
 def read_bounded(

@@ -29,6 +29,7 @@ Array = np.ndarray
 VERSION = 1
 VERSION_KEY = b"onepolicy_audit_schema"
 FRAMEWORK_KEY = b"onepolicy_framework"
+REPLAYED_KEY = b"onepolicy_replayed"  # b"1": logp_trainer is with the rollout's routes
 """In the metadata of a Parquet dump: the trainer whose adapter or exporter wrote it."""
 LENGTHS = ".lengths"  # what a message adds to the name of a column
 ROW_GROUP_ENTRIES = 2**20
@@ -144,6 +145,7 @@ class RawBlock(NamedTuple):
     columns: dict[str, RaggedColumn]  # by the names of COLUMNS
     done: float  # share of the file that has been read after this block
     framework: str = ""  # the file's FRAMEWORK_KEY
+    replayed: bool = False  # the file's REPLAYED_KEY
 
     def message(self) -> Message:
         """Return the block as a message. `from_message` is the inverse."""
@@ -153,8 +155,8 @@ class RawBlock(NamedTuple):
             for name, column in self.columns.items()
             if column.lengths is not None
         }
-        info = {"first_row": self.first_row, "done": self.done, "framework": self.framework}
-        return Message(info, arrays | lengths)
+        names = ("first_row", "done", "framework", "replayed")
+        return Message({name: getattr(self, name) for name in names}, arrays | lengths)
 
     @classmethod
     def from_message(cls, message: Message) -> RawBlock:
@@ -175,9 +177,10 @@ class RawBlock(NamedTuple):
                 assert lengths.min(initial=0) >= 0
                 assert int(lengths.sum()) == len(values)
         assert len(rows) == 1
-        framework = info["framework"]
+        framework, replayed = info["framework"], info["replayed"]
         assert isinstance(framework, str)
-        return cls(info["first_row"], columns, info["done"], framework)
+        assert isinstance(replayed, bool)
+        return cls(info["first_row"], columns, info["done"], framework, replayed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,6 +199,7 @@ class Scored:
     left_out: LeftOut = field(default_factory=LeftOut)  # tokens whose values are not all finite
     first_left_out: str = ""  # file, row, column, entry and value of the first one
     framework: str = ""  # the trainer that the file names; empty for none
+    replayed: bool = False  # the file says that logp_trainer is with the rollout's routes
     named: bool = False  # the file's name says the step
 
     @property
@@ -288,12 +292,19 @@ def require_pyarrow() -> tuple[ModuleType, ModuleType]:
     return pyarrow, pyarrow.parquet
 
 
-def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], *, framework: str = "") -> None:
+def write_parquet(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    framework: str = "",
+    replayed: bool = False,
+) -> None:
     """Write rows of schema version 1: {column: list or number}, all with the same columns.
 
-    framework: the trainer that they are of, by its name in config/frameworks.toml. Values are only
-    checked for their type; reading checks the rest. Raises UsageError for unknown or missing
-    columns.
+    framework: the trainer that they are of, by its name in config/frameworks.toml. replayed: the
+    trainer's log-probabilities are with the rollout's routes. Values are only checked for their
+    type; reading checks the rest. Raises UsageError for unknown or missing columns, and for rows
+    whose columns differ.
     """
     pa, pq = require_pyarrow()
     if not rows:
@@ -304,7 +315,11 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], *, framework: s
             f"{path}: unknown columns {', '.join(unknown)}; there are {', '.join(COLUMNS)}"
         )
     select_columns(str(path), rows[0].keys(), {})
-    schema = _arrow_schema(pa, rows[0], framework)
+    for number, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            other = ", ".join(sorted(row.keys() ^ rows[0].keys()))
+            raise UsageError(f"{path}: row {number} or row 0 lacks {other}; give all rows the same")
+    schema = _arrow_schema(pa, rows[0], framework, replayed=replayed)
     with pq.ParquetWriter(path, schema) as writer:
         for start, stop in _row_groups(rows, schema.names):
             columns = [_column_values(rows[start:stop], name) for name in schema.names]
@@ -320,7 +335,7 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], *, framework: s
             writer.write_table(pa.table(arrays, schema=schema))
 
 
-def _arrow_schema(pa: Any, row: Mapping[str, Any], framework: str) -> Any:
+def _arrow_schema(pa: Any, row: Mapping[str, Any], framework: str, *, replayed: bool) -> Any:
     types = {"int": pa.int32(), "float": pa.float32(), "bool": pa.bool_()}
     fields = []
     for name, spec in COLUMNS.items():
@@ -334,6 +349,8 @@ def _arrow_schema(pa: Any, row: Mapping[str, Any], framework: str) -> Any:
     metadata = {VERSION_KEY: str(VERSION).encode()}
     if framework:
         metadata[FRAMEWORK_KEY] = framework.encode()
+    if replayed:
+        metadata[REPLAYED_KEY] = b"1"
     return pa.schema(fields, metadata=metadata)
 
 

@@ -82,6 +82,9 @@ def test_recommendations_for_heavy_tails_and_differing_routes(tmp_path) -> None:
         row |= {"route_layers": 2, "route_top_k": 2}
     each = audited(tmp_path, rows)
     assert (each.verdict.action, each.verdict.setting) == ("replay", "replay.mode=r3")
+    write_parquet(tmp_path / "replayed.parquet", rows, replayed=True)  # what is left is no routing
+    said = audit(tmp_path / "replayed.parquet", {}).verdict
+    assert (said.action, said.setting) == ("correct", "correction.preset=icepop")
     assert each.verdict.sentence.endswith("If that cannot be had, correct with icepop.")
     differing = 50 * 19  # of the 78 entries behind the prompt
     assert each.accumulated.routes.routers == differing / (2 * 50 * 78)
@@ -486,3 +489,10 @@ def test_files_of_two_models_are_refused(tmp_path) -> None:
         write_parquet(folder / "2.parquet", with_routes(world_rows(2), **change))
         with pytest.raises(UsageError, match=f"column {name}: {words} inside the dump"):
             audit(folder, {})
+
+
+def test_rows_of_a_file_have_the_same_columns(tmp_path):
+    rows = gaussian_rows(4e-3)
+    rows[3] = {name: value for name, value in rows[3].items() if name != "entropy"}
+    with pytest.raises(UsageError, match="row 3 or row 0 lacks entropy"):
+        write_parquet(tmp_path / "d.parquet", rows)

@@ -180,6 +180,13 @@ def test_a_gap_is_answered_in_the_settings_of_the_trainer(adapter, settings, cap
         assert words in caplog.text
 
 
+def test_a_trainer_that_replays_is_not_told_to(caplog):
+    old, rollout = sides(gap=0.2)
+    FirstStep("trl", replays=True).look(old, rollout, torch.ones(old.shape, dtype=torch.bool))
+    assert "In TRL 1.16: tis is GRPOConfig(" in caplog.text
+    assert "replay is" not in caplog.text
+
+
 @pytest.mark.parametrize("framework", ["trl", "verl"])
 def test_a_line_on_sampling_names_only_the_setting_that_the_trainer_has(framework, caplog):
     """The sampled tokens are likelier than draws from an entropy of 3.2 nats."""

@@ -65,7 +65,7 @@ def test_a_dump_row_has_the_routes_of_the_slots_that_predicted():
     # Prompt of 3 tokens: the response's tokens are predicted by slots 2 and 3 of 4.
     replayed = trace([[0, 1], [2, 3], [4, 5], [6, 7]], [True, True, True, False])
     native = trace([[1, 0], [3, 2], [5, 4], [7, 6], [0, 1]])
-    add_routes([row], [replayed], [native], [3])
+    add_routes([row], [replayed], [native], [3], (1, 2))
     assert row["routes_rollout"] == [4, 5, -1, -1]
     assert row["routes_trainer"] == [5, 4, 7, 6]
     assert (row["route_layers"], row["route_top_k"]) == (1, 2)
@@ -76,12 +76,12 @@ def test_a_dump_row_has_the_routes_of_the_slots_that_predicted():
 def test_a_sample_without_routes_has_none_in_the_dump():
     logp = torch.tensor([-1.0])
     rows = [dump_row(torch.tensor([7]), torch.tensor([True]), logp, logp, step=0) for _ in "ab"]
-    add_routes(rows, [None, trace([[0, 1]])], [None, trace([[1, 0]])], [1, 1])
+    add_routes(rows, [None, trace([[0, 1]])], [None, trace([[1, 0]])], [1, 1], (1, 2))
     assert rows[0]["routes_rollout"] == [-1, -1]
     assert rows[1]["routes_rollout"] == [0, 1]
     plain = dump_row(torch.tensor([7]), torch.tensor([True]), logp, logp, step=0)
-    add_routes([plain], [None], [None], [1])
-    assert "routes_rollout" not in plain
+    add_routes([plain], [None], [None], [1], (1, 2))  # of a step whose routes were dropped
+    assert plain["routes_rollout"] == plain["routes_trainer"] == [-1, -1]
     with pytest.raises(UsageError, match=r"logp_trainer has shape \[2\]"):
         dump_row(torch.tensor([7]), torch.tensor([True]), logp, torch.zeros(2), step=0)
 

@@ -45,7 +45,7 @@ def trainer(kind=GRPOTrainer, config=GRPOConfig, kwargs=None, model=None, regex=
     more |= {"router_aux_loss_coef": 0.0, "aux_loss_enabled": False, "num_iterations": 1}
     more |= {"use_transformers_continuous_batching": False}
     more |= {"model": SimpleNamespace(generation_config=SimpleNamespace(**model or {}))}
-    made = kind(args=args, **(more | changes))
+    made = kind(**({"args": args} | more | changes))
     own = {name: getattr(made, name) for name in WHOLE} | (kwargs or {})
     made.generation_config = SimpleNamespace(**own)
     return made
@@ -166,3 +166,10 @@ def test_a_version_that_nobody_tested_is_noted(monkeypatch, installed, lines):
     monkeypatch.setattr(preflight, "_installed_version", lambda: installed)
     notes = check_trainer(trainer(), TrlSettings()).notes
     assert sum("TRL 1.13.0 is untested; 1.16.0 is tested" in note for note in notes) == lines
+
+
+def test_a_correction_over_the_step_needs_one_generation_a_step():
+    args = GRPOConfig(torch_compile=False, steps_per_generation=1, gradient_accumulation_steps=4)
+    args.generation_kwargs = args.vllm_structured_outputs_regex = None
+    words = refused(correction=op.preset("m2po"), **OWN, args=args)
+    assert "gradient_accumulation_steps 4, steps_per_generation 1" in words

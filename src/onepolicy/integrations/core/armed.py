@@ -188,7 +188,7 @@ class ArmedBatch:
             raise RoutingError(
                 f"a forward has {layout.samples} samples, but only {len(self._waiting)} of "
                 f"{self._total} traces are left; the trainer ran a forward more than expected, or "
-                "another batch"
+                "another batch, or padded a packed row with position_ids of 0"
             )
         self.forwards += 1
         traces = [self._waiting.popleft() for _ in range(layout.samples)]
@@ -293,6 +293,11 @@ def _has_routes(trace: Trace) -> bool:
 
 def _layout_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Layout:
     """Return the layout of a forward, by its `input_ids`, `attention_mask` and `position_ids`."""
+    if len(args) > 1:
+        raise UsageError(
+            f"a forward has {len(args)} arguments without a name; replay must know which is the "
+            "mask: pass attention_mask=... and position_ids=..."
+        )
     tokens = kwargs.get("input_ids")
     if tokens is None and args:
         tokens = args[0]

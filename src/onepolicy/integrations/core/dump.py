@@ -72,23 +72,22 @@ def add_routes(
     replayed: Sequence[RoutingTrace | None],
     native: Sequence[RoutingTrace | None],
     prompts: Sequence[int],
+    shape: tuple[int, int],
 ) -> None:
     """Add the route columns to the rows of one step: the engine's routes and the trainer's own.
 
     Entry t is the route of the slot whose log-probability entry t is: the slot that fed the token
-    before it. Routes that are not known are -1. Nothing is added if no sample has routes on both
-    sides.
+    before it. Routes that are not known are -1, of a step without any too: all rows of a dump have
+    the same columns.
 
     Args:
         rows: as of `dump_row`.
         replayed: each sample's trace of the whole path, or None.
         native: each sample's own choice of the whole path, or None.
         prompts: tokens of each sample's prompt.
+        shape: number of the model's MoE layers, and experts a token.
     """
-    known = [trace for trace in replayed if trace is not None]
-    if not known or all(trace is None for trace in native):
-        return
-    layers, top_k = known[0].ids.shape[1:]
+    layers, top_k = shape
     for row, trace, own, prompt in zip(rows, replayed, native, prompts, strict=True):
         count = len(row["tokens"])
         slots = prompt - 1, prompt - 1 + count

@@ -30,11 +30,13 @@ class FirstStep:
         due: no step has been seen yet.
     """
 
-    def __init__(self, framework: str) -> None:
+    def __init__(self, framework: str, *, replays: bool = False) -> None:
         """Wait for the first step.
 
         framework: the trainer, by its name in config/frameworks.toml. Advice is in its settings.
+        replays: it scores with the rollout's routes already.
         """
+        self._replays = replays
         self.due = True
         self._framework = framework
         self._gathered: list[tuple[Tensor, Tensor]] = []
@@ -86,7 +88,9 @@ class FirstStep:
         if processed and any(each.cause in RAW_OR_PROCESSED for each in found.findings):
             text += f"; with {processed} its log-probabilities are processed"
         if not (found.bug or found.marks):
-            settings = f"{R3} correction.preset={correction_for(gap.extreme(5.0))}"
+            settings = f"correction.preset={correction_for(gap.extreme(5.0))}"
+            if not self._replays:
+                settings = f"{R3} {settings}"
             text += f"; against mismatch: {in_their_settings(settings, self._framework)}"
         logging.getLogger("onepolicy").warning("the first scored step is not clean: %s", text)
 

@@ -100,7 +100,7 @@ class TrlAdapter:
             self._routers = armed.routers
         self._book = RouteBook(self._routers, settings.form)
         self._log = TrlLog(trainer)
-        self._first = FirstStep("trl")
+        self._first = FirstStep("trl", replays=armed is not None)
         self._adds_scoring = settings.scoring == "always" and not trl_scores(trainer)
         self._in_training_forward = settings.scoring != "always" and not trl_scores(trainer)
         self._generation: Generation | None = None
@@ -118,7 +118,8 @@ class TrlAdapter:
         self._supports = scores_over_supports(trainer)
         self._dump = None
         if self._settings.dump is not None:
-            self._dump = StepDump(trainer, self._settings.dump)
+            replayed = self._armed is not None
+            self._dump = StepDump(trainer, self._settings.dump, replayed=replayed)
         self._generate = trainer._generate
         self._single_turn = trainer._generate_single_turn
         self._generate_and_score = trainer._generate_and_score_completions
@@ -419,9 +420,10 @@ class TrlAdapter:
         assert self._dump is not None
         assert generation.logp is not None
         columns = {"logp_rollout": sampled(made), "logp_trainer": generation.logp}
-        for name, values in (("entropy", generation.entropy), ("logp_native", logp_native)):
-            if values is not None:
-                columns[name] = values
+        if generation.entropy is not None:
+            columns["entropy"] = generation.entropy
+        if logp_native is not None and self._settings.native_every == 1:
+            columns["logp_native"] = logp_native  # or rows of some generations alone would have it
         rows = response_rows(made, columns, step, self._dump.rewards(len(made["completion_ids"])))
         kept = made["completion_mask"].any(1).nonzero()[:, 0].tolist()
         if generation.supports is not None:
@@ -429,12 +431,14 @@ class TrlAdapter:
             supports = [generation.supports[i] for i in kept]
             add_supports(rows, supports, generation.logp_vocabulary[kept].cpu())
         if generation.native:
+            assert self._routers is not None
             prompts = made["prompt_mask"].sum(1).tolist()
             add_routes(
                 rows,
                 [generation.traces[i] for i in kept],
                 [generation.native[i] for i in kept],
                 [prompts[i] for i in kept],
+                (len(self._routers.layers), self._routers.top_k),
             )
         self._dump.write(step, rows)
 

@@ -196,6 +196,16 @@ def _check_correction(
         fix="this correction counts over the whole step, and each process has its own samples "
         "alone; choose another",
     )
+    args = trainer.args
+    generations = args.gradient_accumulation_steps / args.steps_per_generation
+    report.require(
+        "one generation a step",
+        generations <= 1 or not needs_whole_step(config),
+        found=f"gradient_accumulation_steps {args.gradient_accumulation_steps}, "
+        f"steps_per_generation {args.steps_per_generation}",
+        fix="this correction counts over the whole step, and each generation is corrected alone; "
+        "let steps_per_generation be gradient_accumulation_steps",
+    )
     report.require(
         f"{config.name} in loss {loss}",
         _loss_takes(trainer, config),

@@ -48,7 +48,9 @@ def write_batch(
     for row in rows:  # the batch may hold no sample of the weights that train in this step
         if "trained_version" in row:
             row["trained_version"] = max(row["trained_version"], step - 1)
-    if routers is not None and {ROUTES, NATIVE_ROUTES} <= set(data.keys()):
+    replays = routers is not None and {ROUTES, NATIVE_ROUTES} <= set(data.keys())
+    if replays:
+        assert routers is not None
         prompts = data["prompts"].offsets().diff().tolist()
         replayed, native = data[ROUTES].unbind(), data[NATIVE_ROUTES].unbind()
         add_routes(
@@ -56,8 +58,11 @@ def write_batch(
             [_rollout_trace(replayed[i], routers) for i in real],
             [_native_trace(native[i], routers) for i in real],
             [prompts[i] for i in real],
+            (replayed[0].shape[1], replayed[0].shape[2]),
         )
-    return write_step(folder, step, rows, rank=part, keep_older=True, framework="verl")
+    return write_step(
+        folder, step, rows, rank=part, keep_older=True, framework="verl", replayed=replays
+    )
 
 
 def _padded(data: Any, tags: Sequence[Mapping[str, Any]], real: list[int]) -> DataProto:
@@ -77,13 +82,15 @@ def _padded(data: Any, tags: Sequence[Mapping[str, Any]], real: list[int]) -> Da
 
 def _rollout_trace(ids: Tensor, routers: ModelRouters) -> RoutingTrace:
     """Return the engine's routes [tokens, layers, K] of one sample; all-zero rows are invalid."""
-    captured = (ids != 0).flatten(1).any(1)
+    captured = None
+    if ids.shape[-1] > 1:  # with one expert a token, 0 is a route
+        captured = (ids != 0).flatten(1).any(1).cpu()
     return trace_from(
         ids.cpu(),
         layers=routers.layers,
         depth=routers.depth,
         num_experts=routers.num_experts,
-        valid=captured.cpu(),
+        valid=captured,
     )
 
 

@@ -42,11 +42,14 @@ class ReplayingFSDPEngine(FSDPEngineWithLMHead):
         expects_routes: whether a micro-batch without routes is an error. onepolicy's trainer sets
             it. Without that trainer the first micro-batch decides.
         keeps_native: whether scoring returns the routers' own choice, for dumps.
+        has_replayed: whether a sample had routes. Until then, samples without are the engine's
+            fault; later, verl's or the agent loop's.
     """
 
     routers: Routers | None = None
     expects_routes: bool | None = None
     keeps_native: bool = False
+    has_replayed: bool = False
     _unbound: Exception | None = None  # the reason why there are no routers
     _adapters_off: bool = False
     _forward: _Forward | None = None  # the forward that runs
@@ -125,9 +128,11 @@ class ReplayingFSDPEngine(FSDPEngineWithLMHead):
                 routes,
                 inputs,
                 arguments.get("pad_size", 0),
+                has_replayed=self.has_replayed,
                 rank=rank,
                 ranks=self.ulysses_sequence_parallel_size,
             )
+            self.has_replayed |= self._forward.replays
         return inputs, arguments
 
     def _replays(self, micro_batch: Any) -> bool:
@@ -167,19 +172,20 @@ class _Forward:
         inputs: dict[str, Any],
         pad_size: int,
         *,
+        has_replayed: bool,
         rank: int,
         ranks: int,
     ) -> None:
         """Open the replay of the forward with these inputs.
 
-        A micro-batch of synthetic samples alone is routed natively, and so is the part of a rank
-        that holds padding only.
+        A micro-batch of synthetic samples alone is routed natively, and so are the part of a rank
+        that holds padding only and, once others have had routes, samples that lack them.
 
         Raises:
-            RoutingError: no trained sample has a route.
+            RoutingError: no trained sample has a route, nor had any before.
         """
         self._routes, self._mask = routes, inputs["attention_mask"]
-        if routes.missing and routes.missing == sum(routes.trained):
+        if routes.missing and routes.missing == sum(routes.trained) and not has_replayed:
             raise RoutingError(
                 f"verl: routed_experts is all zeros in all {routes.missing} trained samples of "
                 "this micro-batch: the rollout returned no routes. Check its engine with "
@@ -190,6 +196,10 @@ class _Forward:
             trace = trace.to(inputs["input_ids"].device)
             replay = routers.replay(trace, native=self._keep_native)
             self._handle = self._stack.enter_context(replay)
+
+    @property
+    def replays(self) -> bool:
+        return self._handle is not None
 
     def sums(self) -> dict[str, float]:
         """Return the sums of this forward's metrics. Every rank and micro-batch has all of them."""

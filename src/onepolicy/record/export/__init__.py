@@ -24,10 +24,12 @@ def write_step(
     rank: int = 0,
     keep_older: bool = False,
     framework: str = "",
+    replayed: bool = False,
 ) -> Path:
     """Write the rows (schema version 1) of one training step to FOLDER/step_00012_0.parquet.
 
     framework: the trainer, by its name in config/frameworks.toml, for advice in its settings.
+    replayed: it scored with the rollout's routes.
     The file is complete or absent. A file of the step that is there is replaced. With `keep_older`
     it stays beside the new one, under a name that `onepolicy audit` does not read, and a warning
     says so: a run that was resumed trains some of its steps again.
@@ -35,7 +37,7 @@ def write_step(
     path = step_file(folder, step, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_atomically(path) as temporary:
-        write_parquet(temporary, rows, framework=framework)
+        write_parquet(temporary, rows, framework=framework, replayed=replayed)
         if keep_older:
             _keep_older(path)
     return path

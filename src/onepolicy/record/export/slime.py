@@ -38,11 +38,13 @@ def convert(source: Path | str, folder: Path | str) -> int:
     """Convert every *.pt file of `source` into a dump. Return the number of samples written.
 
     Copies of a sample are left out, and their number is printed. The newest weights that sampled a
-    rollout count as those that trained on it. Raises UsageError with the file that cannot be used.
+    rollout count as those that trained on it; versions are left out unless all samples have one.
+    Raises UsageError with the file that cannot be used.
     """
     paths = sorted(Path(source).glob("*.pt"))
     seen: set[tuple[int, int, bytes]] = set()
     written = copies = 0
+    versioned: bool | None = None
     task = "onepolicy.record.export.slime:read_samples"
     messages = (message for _, message in read_bounded(task, paths))
     for rollout, found in itertools.groupby(messages, key=lambda each: each.info["rollout"]):
@@ -56,19 +58,41 @@ def convert(source: Path | str, folder: Path | str) -> int:
             row = {name: array.tolist() for name, array in arrays.items()} | info["row"]
             by_rank.setdefault(info["rank"], []).append(row)
         rows = list(itertools.chain(*by_rank.values()))
-        newest = max((row.get("trained_version", 0) for row in rows), default=0)
-        for row in rows:
-            if "version" in row:
-                row["trained_version"] = newest
+        versioned = _set_versions(rows, rollout, versioned)
         for rank, of_rank in by_rank.items():
             write_step(folder, rollout, of_rank, rank=rank, framework="miles")
         written += len(rows)
     if not written:
         fix = "let the trainer score, without --use-rollout-logprobs"
         raise UsageError(f"{source}: no sample with log_probs in {len(paths)} *.pt files; {fix}")
+    if versioned is False:
+        print_text("no versions: not all samples have weight_versions")
     if copies:
         print_text(f"{copies} left out: copies of other ranks' samples")
     return written
+
+
+def _set_versions(rows: list[dict[str, Any]], rollout: int, versioned: bool | None) -> bool:
+    """Give the rows of a rollout the newest version, or take versions off. Return which.
+
+    versioned: which it was before, as all rows of a dump have the same columns. Raises UsageError
+    if the rollouts before had versions, and these rows have not.
+    """
+    have = all("version" in row for row in rows)
+    if versioned and not have:
+        raise UsageError(
+            f"rollout {rollout}: samples have no weight_versions, those of rollouts before have; "
+            "convert them into a dump of their own"
+        )
+    if have and versioned is not False:
+        newest = max(row["trained_version"] for row in rows)
+        for row in rows:
+            row["trained_version"] = newest
+        return True
+    for row in rows:
+        row.pop("version", None)
+        row.pop("trained_version", None)
+    return False
 
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> bytes:

@@ -46,9 +46,9 @@ def export(trainer: Any, folder: Path | str) -> None:
 class StepDump:
     """The dump of one process of a trainer, and the rewards that its rows hold."""
 
-    def __init__(self, trainer: Any, folder: Path | str) -> None:
-        """Watch the trainer's rewards from now on."""
-        self._trainer, self._folder = trainer, folder
+    def __init__(self, trainer: Any, folder: Path | str, *, replayed: bool = False) -> None:
+        """Watch the trainer's rewards from now on. replayed: it scores with the engine's routes."""
+        self._trainer, self._folder, self._replayed = trainer, folder, replayed
         self._rewards: Tensor | None = None  # the last ones, of all processes
         self._step = -1
         self._rows: list[dict[str, Any]] = []  # of this step so far
@@ -77,7 +77,15 @@ class StepDump:
         self._rows += rows
         if self._rows:
             rank = self._trainer.accelerator.process_index
-            write_step(self._folder, step, self._rows, rank=rank, keep_older=older, framework="trl")
+            write_step(
+                self._folder,
+                step,
+                self._rows,
+                rank=rank,
+                keep_older=older,
+                framework="trl",
+                replayed=self._replayed,
+            )
 
 
 @torch.no_grad()

@@ -248,6 +248,24 @@ def test_an_asynchronous_run_of_slime_is_no_bug(tmp_path):
     _is_age(audit(tmp_path / "out", {}))
 
 
+@pytest.mark.parametrize("unknown", [0, 1])
+def test_versions_are_of_all_samples_of_miles_or_of_none(unknown, tmp_path, capsys):
+    """A sample whose turns name none, first or later: rows of a dump have the same columns."""
+    samples = list(_samples(10))
+    samples[unknown]["weight_versions"] = []
+    torch.save({"rollout_id": 0, "rank": 0, "samples": samples}, tmp_path / "0.pt")
+    torch.save({"rollout_id": 1, "rank": 0, "samples": list(_samples(10, 1))}, tmp_path / "1.pt")
+    assert slime.convert(tmp_path, tmp_path / "out") == 20
+    assert "version" not in audit(tmp_path / "out", {}).accumulated.columns
+    assert "not all samples have weight_versions" in capsys.readouterr().out
+    samples = [{**each, "weight_versions": []} for each in _samples(10, 2)]
+    torch.save({"rollout_id": 2, "rank": 0, "samples": samples}, tmp_path / "2.pt")
+    for name in ("0.pt",):
+        (tmp_path / name).unlink()
+    with pytest.raises(UsageError, match="rollout 2: samples have no weight_versions"):
+        slime.convert(tmp_path, tmp_path / "other")
+
+
 def test_an_asynchronous_run_of_verl_is_no_bug(tmp_path):
     rows, versions = zip(*_of_two_ages(), strict=True)
     names = TRAINERS["verl"].names
