@@ -95,9 +95,7 @@ class TrlAdapter:
         armed: None replays nothing.
         """
         self._trainer, self._settings, self._armed = trainer, settings, armed
-        self._routers = None
-        if armed is not None:
-            self._routers = armed.routers
+        self._routers = armed.routers if armed is not None else None
         self._book = RouteBook(self._routers, settings.form)
         self._log = TrlLog(trainer)
         self._first = FirstStep("trl", replays=armed is not None)
@@ -118,8 +116,7 @@ class TrlAdapter:
         self._supports = scores_over_supports(trainer)
         self._dump = None
         if self._settings.dump is not None:
-            replayed = self._armed is not None
-            self._dump = StepDump(trainer, self._settings.dump, replayed=replayed)
+            self._dump = StepDump(trainer, self._settings.dump, replayed=bool(self._armed))
         self._generate = trainer._generate
         self._single_turn = trainer._generate_single_turn
         self._generate_and_score = trainer._generate_and_score_completions
@@ -430,8 +427,7 @@ class TrlAdapter:
             assert generation.logp_vocabulary is not None
             supports = [generation.supports[i] for i in kept]
             add_supports(rows, supports, generation.logp_vocabulary[kept].cpu())
-        if generation.native:
-            assert self._routers is not None
+        if generation.native and self._routers is not None:
             prompts = made["prompt_mask"].sum(1).tolist()
             add_routes(
                 rows,
