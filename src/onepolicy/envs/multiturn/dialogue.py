@@ -1,7 +1,9 @@
 """Dialogues: the first prompt of an episode and the tokens between two of its turns.
 
-Sampled tokens are never tokenised again. Untrusted text (questions and replies) is tokenised with
-special tokens split into plain text, so no reply can end a turn or open another.
+Sampled tokens are never tokenised again, but for a forked history: it renders turns from their
+text, in which a special token that the policy spelt out becomes one. Untrusted text (questions and
+replies) is tokenised with special tokens split into plain text, so no reply can end a turn or open
+another.
 """
 
 from __future__ import annotations
