@@ -158,7 +158,9 @@ def _chance_of(seen: int, expected: float) -> float:
     """Return a bound on the chance of `seen` rare events or more (Chernoff's, of Poisson's law)."""
     if seen <= expected:
         return 1.0
-    return math.exp(seen - expected) * (expected / seen) ** seen
+    if not expected:
+        return 0.0
+    return math.exp(seen - expected + seen * math.log(expected / seen))
 
 
 def odd_rows(pairs: Pairs) -> Finding | None:

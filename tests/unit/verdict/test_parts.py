@@ -89,6 +89,7 @@ def partly_equal(rows: int, tokens: int, equal: int, share: float) -> Pairs:
         (1000, 6, 2, 0.25, False),
         (1000, 6, 6, 0.25, True),  # exp(6 - 0.24) (0.24 / 6)^6 = 1.4e-6
         (1000, 24, 2, 0.25, True),
+        (4000, 6, 3000, 0.25, True),
     ],
 )
 def test_rows_that_agree_by_chance_are_no_copies(rows, tokens, equal, share, copied) -> None:
