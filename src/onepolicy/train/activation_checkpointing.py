@@ -36,7 +36,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 def _refuse_randomness(layer: nn.Module) -> None:
     """Raise UsageError if the layer itself computes something else in train mode."""
     for name, value in vars(layer).items():
-        if RANDOM.search(name) and isinstance(value, int | float) and value:
+        if RANDOM.search(name) and type(value) in (int, float) and value:
             raise UsageError(
                 f"model.path: {type(layer).__name__} has {name}={value} from the config; "
                 "checkpointing activations needs 0"
