@@ -58,7 +58,7 @@ def write_batch(
             [_rollout_trace(replayed[i], routers) for i in real],
             [_native_trace(native[i], routers) for i in real],
             [prompts[i] for i in real],
-            (replayed[0].shape[1], replayed[0].shape[2]),
+            (len(routers.layers), native[0].shape[-1]),
         )
     return write_step(
         folder, step, rows, rank=part, keep_older=True, framework="verl", replayed=replays
