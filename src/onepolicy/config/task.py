@@ -165,7 +165,7 @@ class ReActTask(DialogueTask):
     tools: tuple[ToolConfig, ...] = Field(min_length=1)
     """Tools that the policy may call."""
     reply_chars: Count = 1000
-    """Longest reply of a tool [characters]. The rest is cut."""
+    """Longest reply of a tool [characters]. The rest is cut, before the last line."""
     instructions: str | None = None
     """Text before the problem. Unset: what there is to do, unless the chat template says so."""
 
