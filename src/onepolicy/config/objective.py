@@ -181,8 +181,8 @@ class ObjectiveConfig(Frozen):
     critic: CriticConfig | None = None
     """Critic of baseline = critic."""
     dynamic_sampling: int = Field(0, ge=0, le=LARGEST_INT)
-    """Rounds of further problems in place of groups with equal rewards (DAPO). A step skips those
-    of its rounds that it does not play. 0: none."""
+    """Rounds of further problems in place of groups with equal rewards (DAPO). Those that
+    are not played are skipped. 0: none."""
     overlong_buffer: float = Field(0.0, ge=0, le=1)
     """Last share of rollout.sampling.max_tokens, over which the reward falls by overlong_penalty
     (DAPO eq. 13). 0: off."""

@@ -35,6 +35,7 @@ DIGESTS = {  # of each study's lines: a change may be too small for the digits o
     "paper-1": "18db88214343ff10", "int4": "11a3f1a73ecc0cbf",
     "growth-2": "0aa60dbb0c417db5", "one-of-128-slow": "ecaafb423dea31f7",
     "replicate-2": "9bd2e2c1d214fcde", "supports": "649b7b07ab0d485c",
+    "miles-own": "5bd7c5c88476c6bc",
 }  # fmt: skip
 PROSE = (  # of tables that no page prints
     ("main", "r3", "recompute", "of 32 pairs {only there} fail only without replay"),
@@ -48,6 +49,10 @@ PROSE = (  # of tables that no page prints
     ("replicate", "r3-tis", "recompute", "p = {mcnemar} each (9 of 16 seeds fail uncorrected"),
     ("replicate", "gspo-r3", "recompute", "(p = {mcnemar} each); no arm without replay differs"),
     ("replicate", "miles-moe", "recompute", "it ends {gap} below no correction (p = {wilcoxon})"),
+    ("miles-own", "miles-moe-bn-own", "recompute", "they end {gap} and 0.111 below"),
+    ("miles-own", "miles-moe-bn-own", "recompute", "(p = {wilcoxon}, 0.008)"),
+    ("miles-own", "miles-moe-wide-own", "recompute", "0.124 and {gap} below no correction"),
+    ("miles-own", "miles-moe-wide-own", "recompute", "(p = 0.001, {wilcoxon})"),
     ("paper-4", "gspo-r3", "recompute", "end {gap} to 0.136 higher (Wilcoxon p = {wilcoxon} to"),
     ("paper-4", "r3-tis", "recompute", "0.099 to {gap} higher (Wilcoxon p = {wilcoxon} to 0.02)"),
     ("paper-4", "r3", "recompute", "(Wilcoxon p = 0.008 to {wilcoxon}) and fail on 3 or "),
