@@ -101,8 +101,8 @@ def check_packing(
 @contextmanager
 def _others_changed(module: nn.Module, kept: tuple[int, ...]) -> Iterator[None]:
     """Reorder the features that the module reads of all samples but those that are kept."""
-    others = torch.tensor([i not in kept for i in range(len(LENGTHS))])
-    rows = others.repeat_interleave(torch.tensor(LENGTHS))
+    others = torch.tensor([i not in kept for i in range(len(LENGTHS))], device="cpu")
+    rows = others.repeat_interleave(torch.tensor(LENGTHS, device="cpu"))
 
     def reorder(value: Any) -> Any:
         if _rows([value], len(rows)) is None:

@@ -5,12 +5,13 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from onepolicy.config import HFEngineConfig, UsageError
+from onepolicy.config import UsageError
 from onepolicy.models.buckets import BucketedPacking
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.models.recurrent.layers import Recurrent
 from onepolicy.models.recurrent.segments import Row, Segments
-from onepolicy.rollout.hf.prepare import make_batch
+from onepolicy.types import Sampling
+from support.engine_runs import engine_of, run
 from support.models import VOCAB
 from support.recurrent_models import FAMILIES, hybrid
 from support.replay_models import take_grads
@@ -109,6 +110,7 @@ def mamba(dtype=torch.float32):
     config = AutoConfig.for_model(
         "mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8
     )
+    config.max_position_embeddings = 128
     return AutoModelForCausalLM.from_config(config).eval().to(dtype)
 
 
@@ -120,5 +122,6 @@ def test_a_family_that_hands_no_bounds_to_its_layers_is_refused_in_any_dtype(dty
 
 
 def test_an_engine_refuses_a_model_that_returns_its_cache_under_another_name():
-    with pytest.raises(UsageError, match=r"engine\.kind: MambaForCausalLM returns no past"):
-        make_batch(mamba(), HFEngineConfig(), 100, None, combine_weights=False)
+    engine = engine_of(mamba(), return_routes=False, max_len=100)
+    with pytest.raises(UsageError, match=r"engine\.kind: MambaForCausalLM returns no past_key"):
+        run(engine, [(torch.arange(5), Sampling(1.0, 3), 0)])

@@ -80,7 +80,6 @@ def make_batch(
         unknown = unknown_layers(model)
         if unknown:
             _warn_of_static_batch(model, f"onepolicy does not know the operators of its {unknown}")
-        _check_native_cache(model)
         return static()
     if not recurrent_layers(model):
         return _continuous_batch(model, config, max_len, routers, combine_weights)
@@ -90,19 +89,7 @@ def make_batch(
         return batch
     _warn_of_static_batch(model, "going on from its states gives other logits than its own, in its")
     model.set_attn_implementation(attention)
-    _check_native_cache(model)
     return static()
-
-
-@torch.inference_mode()
-def _check_native_cache(model: PreTrainedModel) -> None:
-    """Raise UsageError if the model does not return a cache that its next forward would take."""
-    output = model(input_ids=_trial(model)[None], use_cache=True)
-    if getattr(output, "past_key_values", None) is None:
-        raise UsageError(
-            f"rollout.engine.kind: {type(model).__name__} returns no past_key_values, with which "
-            "the embedded engine decodes; sample it with a server"
-        )
 
 
 def _warn_of_static_batch(model: PreTrainedModel, why: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from onepolicy.config import UsageError
 from onepolicy.replay.contexts import RouteRecorder
 from onepolicy.replay.routers import Routers
 from onepolicy.rollout.hf.sampler import BatchSampling, sample_tokens, uniform_numbers
@@ -122,7 +123,12 @@ class StaticBatch:
         out = self.model(
             input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1
         )
-        self._cache = out.past_key_values
+        self._cache = getattr(out, "past_key_values", None)
+        if self._cache is None:
+            raise UsageError(
+                f"rollout.engine.kind: {type(self.model).__name__} returns no past_key_values, "
+                "with which the embedded engine decodes; sample it with a server"
+            )
         if self._recorder is not None:
             self._store_routes(self._recorder, ids.shape)
         uniform = self._uniform[:, min(len(self._tokens), self._uniform.shape[1] - 1)]
