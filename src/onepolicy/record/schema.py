@@ -29,8 +29,9 @@ Array = np.ndarray
 VERSION = 1
 VERSION_KEY = b"onepolicy_audit_schema"
 FRAMEWORK_KEY = b"onepolicy_framework"
-REPLAYED_KEY = b"onepolicy_replayed"  # b"1": logp_trainer is with the rollout's routes
 """In the metadata of a Parquet dump: the trainer whose adapter or exporter wrote it."""
+REPLAYED_KEY = b"onepolicy_replayed"
+"""There too: b"1" if logp_trainer is with the rollout's routes."""
 LENGTHS = ".lengths"  # what a message adds to the name of a column
 ROW_GROUP_ENTRIES = 2**20
 """Entries of all columns in a Parquet row group that we write, approximately."""

@@ -260,6 +260,16 @@ def test_a_wrong_sample_is_dropped_and_counted(model):
         model(**tokens_of)
 
 
+def test_a_mask_without_its_name_is_refused(model):
+    """Routes would be laid over the padding."""
+    batch = padded("left")
+    with (
+        pytest.raises(UsageError, match=r"2 arguments without a name; .* pass attention_mask="),
+        ArmedReplay(model).batch(other_routes(model), check=False),
+    ):
+        model(batch["input_ids"], batch["attention_mask"])
+
+
 def test_more_and_fewer_samples_than_traces(model):
     traces, batch = other_routes(model), padded("left")
     armed = ArmedReplay(model)

@@ -48,7 +48,7 @@ def attach(
         replay: "r3" replays the sampler's experts in scoring and training forwards, "off" does not.
         correction: a preset's name or a configured one (docs/corrections.md), which replaces TRL's
             default one. None leaves TRL's as it is.
-        dump: folder for `onepolicy audit`: a file for each generation, with the routes of both
+        dump: folder for `onepolicy audit`: a file per step that samples, with the routes of both
             sides.
         scoring: "always" adds a forward without gradient where TRL does not score before the
             update. "training-forward" measures and corrects in the training forward instead, each

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from pyarrow import parquet
 from onepolicy.config import UsageError
 from onepolicy.correct.presets import preset
 from onepolicy.record.read import read_dump
+from onepolicy.replay.checks import RoutingError
 
 capability = pytest.mark.capability
 pytestmark = pytest.mark.verl
@@ -255,6 +257,21 @@ def test_the_loss_refuses_what_it_was_not_given():
 
 
 @capability("verl", "dump", how="live")
+def test_samples_that_lack_routes_stop_a_run_only_if_none_ever_had_any():
+    """A micro-batch of one such sample, as a dynamic batch may make."""
+    from onepolicy.integrations.verl.engine import _Forward
+
+    nothing = types.SimpleNamespace(valid=torch.zeros(3, dtype=torch.bool))
+    routes = types.SimpleNamespace(missing=1, trained=[1], laid_out=lambda *_, **__: nothing)
+    inputs, how = {"attention_mask": torch.ones(1, 3)}, {"rank": 0, "ranks": 1}
+    with ExitStack() as stack:
+        forward = _Forward(stack, keep_native=False)
+        with pytest.raises(RoutingError, match="all zeros in all 1 trained samples"):
+            forward.open(None, routes, inputs, 0, has_replayed=False, **how)
+        forward.open(None, routes, inputs, 0, has_replayed=True, **how)
+        assert not forward.replays
+
+
 def test_a_step_as_a_dump(tmp_path):
     """Two samples of 2 + 3 and 1 + 2 tokens, and one that verl made up to fill the batch."""
     from tensordict import TensorDict
