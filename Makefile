@@ -34,11 +34,11 @@ $(VENV)/.dev: $(VENV)/.train
 	touch $@
 
 # verl, TRL and OpenRLHF, run as oracles, pin what clashes with ours. They get a venv of their own, without their pins, that
-# borrows from ours what it does not have itself (torch above all).
+# reads src, and borrows from ours what it does not have itself (torch above all).
 ORACLE := .venv-oracle
 define borrowing
 	test -d $(1) || $(BIN)/python -m venv $(1)
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	$(BIN)/python -c 'import sysconfig; print("$(CURDIR)/src", sysconfig.get_path("purelib"), sep="\n")' \
 	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
 endef
 

@@ -27,7 +27,14 @@ from onepolicy.verdict.bug_signatures import (
 )
 from onepolicy.verdict.declared import HARMLESS_KL, UNDECLARED, Declared
 from onepolicy.verdict.local_faults import FEWEST_SLOTS
-from onepolicy.verdict.rules import FEW_ROWS, RAW_OR_PROCESSED, Verdict, quiet, verdict
+from onepolicy.verdict.rules import (
+    FEW_ROWS,
+    RAW_OR_PROCESSED,
+    REPLAY_HELPS,
+    Verdict,
+    quiet,
+    verdict,
+)
 from onepolicy.verdict.scored_tokens import FEWEST
 from onepolicy.verdict.value_faults import missing
 
@@ -223,9 +230,14 @@ def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
         notes.append("Steps are those in the names of the files: the dump has no column step.")
     if accumulated.nonfinite.count:
         notes.append(f"{accumulated.nonfinite}.")
+    assert accumulated.overall is not None
     if accumulated.native is not None:
-        k3 = number(accumulated.native.k3)
-        notes.append(f"Without replay k3 is {k3} nats a token over the whole dump.")
+        native, left = accumulated.native.k3, accumulated.overall.k3
+        taken_off = ""
+        if native > REPLAY_HELPS * left:
+            taken_off = f"; replay takes off {1 - left / native:.0%} of it"
+        k3 = number(native)
+        notes.append(f"Without replay k3 is {k3} nats a token over the whole dump{taken_off}.")
     if accumulated.supports is not None:
         notes.append(accumulated.supports.describe())
     columns = [row.columns for row in accumulated.sample.rows(onset)]
@@ -234,7 +246,6 @@ def _notes(accumulated: DumpAccumulator, onset: int | None) -> list[str]:
         notes.append(f"{grown[0].upper()}{grown[1:]}.")
     if accumulated.ages.has_old_tokens:
         notes.append(accumulated.ages.describe())
-    assert accumulated.overall is not None
     if len(accumulated.sample.heap) < accumulated.overall.sequences:
         notes.append(f"Bugs were looked for in {counted(len(columns), 'row')} drawn at random.")
     if onset is not None:

@@ -25,6 +25,8 @@ from onepolicy.models.sinks import attend_with_sinks
 
 NAME = "onepolicy_packed"
 UNSUPPORTED = ("softcap", "position_bias", "block_mask")
+QUERIES = 256
+"""Queries that attend at a time on a CPU. With 256 torch's kernel takes them as it takes a row."""
 
 
 class Causal(Protocol):
@@ -124,27 +126,50 @@ def causal_attention(
     sinks: Tensor | None,
     start: int = 0,  # key at which the first query stands
 ) -> Tensor:
-    """Return causal attention of q [S, heads, W, D], with a sliding window and sinks if given."""
-    width = k.shape[2]
-    whole = not start and (window is None or window >= width)
-    groups = q.shape[1] // k.shape[1]
+    """Return causal attention of q [S, heads, W, D], with a sliding window and sinks if given.
+
+    On a CPU queries go a few at a time, each to the keys that they see: its kernel computes what a
+    mask hides.
+    """
+    width, queries = k.shape[2], q.shape[2]
+    if sinks is None and not start and (window is None or window >= width):
+        return _attend(q, k, v, None, scaling=scaling)
+    mask = causal_mask(width, window, q.device)[start : start + queries]
+    if q.device.type != "cpu" or queries <= QUERIES:
+        return _attend_masked(q, k, v, mask, sinks, scaling=scaling)
+    parts = []
+    for first in range(0, queries, QUERIES):
+        last = min(first + QUERIES, queries)
+        seen = slice(0 if window is None else max(0, start + first - window + 1), start + last)
+        own = q[:, :, first:last], k[:, :, seen], v[:, :, seen], mask[first:last, seen]
+        parts.append(_attend_masked(*own, sinks, scaling=scaling))
+    return torch.cat(parts, 2)
+
+
+def _attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, *, scaling: float | None
+) -> Tensor:
     if sinks is None:
-        mask = None
-        if groups > 1 and expands_heads(q):
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        if not whole:
-            mask = causal_mask(width, window, q.device)[start : start + q.shape[2]]
-        return scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=whole,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-    mask = causal_mask(width, window, q.device)[start : start + q.shape[2]]
+        return _attend(q, k, v, mask, scaling=scaling)
     return attend_with_sinks(q, k, v, mask, sinks, scaling=scaling)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float | None
+) -> Tensor:
+    """Attend by torch's kernel. mask: None if every query sees all keys up to its own."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and expands_heads(q):
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    return scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
 
 
 def expands_heads(q: Tensor) -> bool:

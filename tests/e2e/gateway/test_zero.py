@@ -3,7 +3,9 @@ differed."""
 
 import asyncio
 import json
+import os
 import random
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -96,6 +98,16 @@ def test_a_protection_that_is_off_is_a_gap(made, tmp_path):
     for arm in ("support", "weight versions"):
         assert rows[arm]["k3"] > 10 * whole, arm
     assert "linear_attn" in rows["reset of recurrent states"]["also"]
+    taken = 1 - whole / rows["R3"]["k3"]
+    assert rows["R3"]["also"].endswith(f"; replay takes off {taken:.0%} of it.")
+
+
+def test_the_venv_of_programs_finds_the_package_by_itself(tmp_path):
+    """`make zero` gives no PYTHONPATH, as the phases of the tests do."""
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import onepolicy; print(onepolicy.__file__)"]
+    found = subprocess.run(command, cwd=tmp_path, env=plain, capture_output=True, text=True)
+    assert found.stdout.strip().endswith("/onepolicy/__init__.py"), found.stderr
 
 
 def test_the_teacher_writes_what_the_programs_ask(subtests):
