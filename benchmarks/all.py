@@ -4,6 +4,7 @@
     python benchmarks/all.py --only costs/replay       # one table of docs/data, or one set: costs
     python benchmarks/all.py --list                    # the commands, and what is left out and why
     python benchmarks/all.py --report                  # compare what was measured, run nothing
+    python benchmarks/all.py --renew                   # write what was measured into docs/data
 
 benchmarks/all.toml says which commands make which tables of docs/data, and how each cell is read
 from what a command prints:
@@ -21,7 +22,8 @@ Every command adds a line to --out: commit, machine, load, cells, and what it pr
 that has a line of this commit is not run again, unless files of the tree have changed since. One
 that needs another trainer names its `venv`. A number has moved if it is outside of the
 documented interval (the row's low and high, lowest and highest), or without one, if it is off by
-more than a tenth. docs/data is not changed.
+more than a tenth. docs/data is changed by --renew alone, with the digits that it has; claims and
+machines are yours to mend.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -230,13 +232,54 @@ def report(chosen: list[Command], out: Path) -> Table:
     return table
 
 
+def renew(chosen: list[Command], out: Path) -> int:
+    """Write the last measured numbers into docs/data, and return how many cells changed."""
+    done, changed = lines_of(out), 0
+    for command in chosen:
+        line = done.get(command.run)
+        if line is None or line["status"]:
+            continue
+        for key in command.cells:
+            table, rest = key.split(": ", 1)
+            row, names = rest.rsplit(": ", 1)
+            found = list(cells(replace(command, cells={key: command.cells[key]}), line["stdout"]))
+            path = doc_tables.DATA / f"{table.partition('/')[0]}.json"
+            for (at, _), cell in zip(columns(table, names), found, strict=True):
+                if cell.measured is not None:
+                    before = path.read_text(encoding="utf-8")
+                    after = with_cell(before, table, row.split(" & "), at, cell.measured)
+                    path.write_text(after, encoding="utf-8")
+                    changed += before != after
+    return changed
+
+
+def with_cell(text: str, table: str, keys: list[str], at: int, measured: float) -> str:
+    """Return a file of docs/data with another number in a row, rounded as the one before."""
+    begin = text.index(f'"id": "{table.partition("/")[2]}"')
+    for found in re.finditer(r"^ +(\[.*\]),?$", text[begin:], re.MULTILINE):
+        spans, place, decode = [], 1, json.JSONDecoder().raw_decode
+        row = found[1]
+        while row[place - 1] != "]":
+            _, end = decode(row, place)
+            spans.append((place, end))
+            place = end + 1 + row[end + 1 :].startswith(" ")
+        if [str(json.loads(row[a:b])) for a, b in spans[: len(keys)]] == keys:
+            first, last = (begin + found.start(1) + bound for bound in spans[at])
+            digits = len(text[first:last].partition(".")[2])
+            return f"{text[:first]}{measured:.{digits}f}{text[last:]}"
+    raise KeyError(f"{table}: no row {' & '.join(keys)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=[], help="tables SET/ID or sets of docs/data")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
-    parser.add_argument("--report", action="store_true", help="compare what --out has, run nothing")
+    parser.add_argument("--report", action="store_true", help="compare --out's, run nothing")
+    parser.add_argument(
+        "--renew", action="store_true", help="write them into docs/data, run nothing"
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="file that lines are added to")
     args = parser.parse_args()
     chosen = [
@@ -251,6 +294,9 @@ def main() -> None:
             print(f"{each.run}\n    {', '.join(sorted(each.tables))}")
         for name, reason in left_out().items():
             print(f"left out: {name}: {reason}")
+        return
+    if args.renew:
+        print(f"{renew(chosen, args.out)} numbers of docs/data changed")
         return
     here, console = state(), Console(width=160)
     for each in () if args.report else chosen:

@@ -60,7 +60,7 @@ def softmax(logits: Tensor) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    rollout = -torch.rand(T, device=DEVICE) * 5
+    rollout = -1 - 5 * torch.rand(T, device=DEVICE)  # no noise lifts one above 0
     old = rollout + torch.randn(T, device=DEVICE) * 0.05
     mask = torch.rand(T, device=DEVICE) < 0.9
     segment = (torch.arange(T, device=DEVICE) * SEQUENCES // T).long()

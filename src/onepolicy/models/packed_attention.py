@@ -140,7 +140,7 @@ def causal_attention(
     parts = []
     for first in range(0, queries, QUERIES):
         last = min(first + QUERIES, queries)
-        seen = slice(0 if window is None else max(0, start + first - window + 1), start + last)
+        seen = slice(max(0, start + first - (window or width) + 1), start + last)
         own = q[:, :, first:last], k[:, :, seen], v[:, :, seen], mask[first:last, seen]
         parts.append(_attend_masked(*own, sinks, scaling=scaling))
     return torch.cat(parts, 2)

@@ -1,5 +1,8 @@
 """What benchmarks/all.py reads from outputs, what moved, and which tables it has."""
 
+import json
+from dataclasses import replace
+
 import all as measurements
 import doc_tables
 import pytest
@@ -22,7 +25,7 @@ OUTPUTS = {
 | cispo-rollout | 0.054 | 0.08 | 1.0 |
 | m2po | 0.151 | 0.29 | 5.9 |
 """,
-    "python benchmarks/on_policy.py --steps 5": """\
+    "python benchmarks/on_policy.py --steps 21": """\
      float32, 26+75: CPU seconds, median of 5 steps     
 ┏━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━┓
 ┃            ┃    fast ┃ on-policy ┃  on-policy / fast ┃
@@ -48,7 +51,7 @@ MEASURED = {
         *(1.003, 0.999, 1.011, 1.031, 1.010, 1.042, 0.994, 0.971, 1.016),
     ],
     "python benchmarks/correct.py": [0.08, 0.29],
-    "python benchmarks/on_policy.py --steps 5": [
+    "python benchmarks/on_policy.py --steps 21": [
         *(1.13, 1.08, 1.12, 0.95, 1.13, 1.02),
     ],
 }
@@ -63,10 +66,13 @@ def test_a_recorded_output_has_every_number(run):
 def test_a_number_moves_out_of_its_interval():
     run = "python benchmarks/replay.py --models 8 32 128 --pairs 61"
     found = {cell.name: cell for cell in measurements.cells(COMMANDS[run], OUTPUTS[run])}
-    documented = found["costs/replay: 32 experts: ratio"]
-    assert (documented.documented, documented.low, documented.high) == (0.998, 0.982, 1.016)
-    assert documented.moved
-    assert not found["costs/replay: 128 experts: ratio"].moved
+    cell = found["costs/replay: 32 experts: ratio"]
+    row = next(
+        row for row in doc_tables.tables("costs")["replay"]["rows"] if row[0] == "32 experts"
+    )
+    assert [cell.documented, cell.low, cell.high] == [float(each) for each in row[1:4]]
+    for measured, moved in ((cell.low, False), (cell.high, False), (cell.high + 0.001, True)):
+        assert replace(cell, measured=measured).moved == moved
 
 
 def test_a_number_without_an_interval_moves_by_a_tenth():
@@ -154,3 +160,45 @@ def test_a_command_without_its_venv_says_how_it_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["all.py", "--only", "results/step"])
     with pytest.raises(SystemExit, match=r"make \.venv-trl/\.ready"):
         measurements.main()
+
+
+def test_a_renewed_number_takes_the_place_of_the_old_one_with_its_digits(tmp_path, monkeypatch):
+    """Of two tables of a file, and of two rows, one cell changes."""
+    table = """[
+{
+  "id": "first",
+  "columns": [{"name": "model"}, {"name": "ratio"}],
+  "rows": [
+    ["a, b] c", 1.25]
+  ]
+},
+{
+  "id": "second",
+  "rows": [
+    ["x", 1.25, 64, "`run`"],
+    ["a, b] c", 64, 0.120, null],
+    ["a, b] c", 128, 7, null]
+  ]
+}
+]
+"""
+    after = measurements.with_cell(table, "set/second", ["a, b] c", "64"], 2, 0.9996)
+    assert after == table.replace("0.120", "1.000")
+    after = measurements.with_cell(table, "set/second", ["a, b] c", "128"], 2, 8.4)
+    assert after == table.replace("128, 7,", "128, 8,")
+    with pytest.raises(KeyError, match="no row a, b"):
+        measurements.with_cell(table, "set/second", ["a, b] c", "256"], 2, 8.4)
+
+
+def test_what_was_measured_is_written_into_the_data(tmp_path, monkeypatch):
+    run = "python benchmarks/correct.py"
+    data = (ROOT / "docs" / "data" / "costs.json").read_text(encoding="utf-8")
+    (tmp_path / "costs.json").write_text(data, encoding="utf-8")
+    line = {"command": run, "status": 0, "stdout": OUTPUTS[run].replace("0.29 |", "0.91 |")}
+    (tmp_path / "out.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    monkeypatch.setattr(doc_tables, "DATA", tmp_path)
+    assert measurements.renew([COMMANDS[run]], tmp_path / "out.jsonl") == 2
+    written = (tmp_path / "costs.json").read_text(encoding="utf-8")
+    assert '["m2po, which sorts", 0.91]' in written
+    changed = zip(data.splitlines(), written.splitlines(), strict=True)
+    assert sum(old != new for old, new in changed) == 2
