@@ -256,18 +256,30 @@ def renew(chosen: list[Command], out: Path) -> int:
 def with_cell(text: str, table: str, keys: list[str], at: int, measured: float) -> str:
     """Return a file of docs/data with another number in a row, rounded as the one before."""
     begin = text.index(f'"id": "{table.partition("/")[2]}"')
-    for found in re.finditer(r"^ +(\[.*\]),?$", text[begin:], re.MULTILINE):
+    end_of_table = text.index("\n}", begin)
+    for found in re.finditer(r"^ +(\[.*\]),?$", text[begin:end_of_table], re.MULTILINE):
         spans, place, decode = [], 1, json.JSONDecoder().raw_decode
         row = found[1]
         while row[place - 1] != "]":
             _, end = decode(row, place)
             spans.append((place, end))
             place = end + 1 + row[end + 1 :].startswith(" ")
-        if [str(json.loads(row[a:b])) for a, b in spans[: len(keys)]] == keys:
+        cells_of_row = json.loads(row, parse_float=str, parse_int=str)
+        if cells_of_row[: len(keys)] == keys:
             first, last = (begin + found.start(1) + bound for bound in spans[at])
-            digits = len(text[first:last].partition(".")[2])
-            return f"{text[:first]}{measured:.{digits}f}{text[last:]}"
+            return f"{text[:first]}{rounded(measured, text[first:last])}{text[last:]}"
     raise KeyError(f"{table}: no row {' & '.join(keys)}")
+
+
+def rounded(measured: float, before: str) -> str:
+    """Return a number with the digits of the one before; a cell that is none stays."""
+    if before == "null":
+        return f"{measured:g}"
+    if before.startswith(("{", '"')):
+        return before
+    digits, exponent, _ = before.partition("e")
+    form = f".{len(digits.partition('.')[2])}{exponent or 'f'}"
+    return re.sub(r"e([+-])0(\d)$", r"e\1\2", f"{measured:{form}}")
 
 
 def main() -> None:

@@ -162,7 +162,7 @@ def test_a_command_without_its_venv_says_how_it_is_made(tmp_path, monkeypatch):
         measurements.main()
 
 
-def test_a_renewed_number_takes_the_place_of_the_old_one_with_its_digits(tmp_path, monkeypatch):
+def test_a_renewed_number_takes_the_place_of_the_old_one_with_its_digits():
     """Of two tables of a file, and of two rows, one cell changes."""
     table = """[
 {
@@ -186,8 +186,24 @@ def test_a_renewed_number_takes_the_place_of_the_old_one_with_its_digits(tmp_pat
     assert after == table.replace("0.120", "1.000")
     after = measurements.with_cell(table, "set/second", ["a, b] c", "128"], 2, 8.4)
     assert after == table.replace("128, 7,", "128, 8,")
-    with pytest.raises(KeyError, match="no row a, b"):
-        measurements.with_cell(table, "set/second", ["a, b] c", "256"], 2, 8.4)
+    for other in (["a, b] c", "256"], ["x"]):
+        with pytest.raises(KeyError, match="no row"):
+            measurements.with_cell(table, "set/first", other, 1, 8.4)
+
+
+@pytest.mark.parametrize(
+    ("before", "measured", "after"),
+    [
+        ("0.120", 0.9996, "1.000"),
+        ("64", 70.4, "70"),
+        ("1.5e-4", 0.000262, "2.6e-4"),
+        ("2e-7", 3.2e-11, "3e-11"),
+        ("null", 0.25, "0.25"),
+        ('{"table": "a/b"}', 0.25, '{"table": "a/b"}'),
+    ],
+)
+def test_a_number_keeps_its_form(before, measured, after):
+    assert measurements.rounded(measured, before) == after
 
 
 def test_what_was_measured_is_written_into_the_data(tmp_path, monkeypatch):
