@@ -134,14 +134,16 @@ def causal_attention(
     width, queries = k.shape[2], q.shape[2]
     if sinks is None and not start and (window is None or window >= width):
         return _attend(q, k, v, None, scaling=scaling)
-    mask = causal_mask(width, window, q.device)[start : start + queries]
     if q.device.type != "cpu" or queries <= QUERIES:
+        mask = causal_mask(width, window, q.device)[start : start + queries]
         return _attend_masked(q, k, v, mask, sinks, scaling=scaling)
     parts = []
     for first in range(0, queries, QUERIES):
         last = min(first + QUERIES, queries)
-        seen = slice(max(0, start + first - (window or width) + 1), start + last)
-        own = q[:, :, first:last], k[:, :, seen], v[:, :, seen], mask[first:last, seen]
+        before = max(0, start + first - (window or width) + 1)  # keys that none of these sees
+        seen = slice(before, start + last)
+        mask = causal_mask(start + last - before, window, q.device)[first - last :]
+        own = q[:, :, first:last], k[:, :, seen], v[:, :, seen], mask
         parts.append(_attend_masked(*own, sinks, scaling=scaling))
     return torch.cat(parts, 2)
 

@@ -106,22 +106,9 @@ class ByRoutes:
         """True if routes surely do not explain the gap: it is as large where they agree."""
         if min(self.differing.tokens, self.agreeing.tokens) < FEWEST:
             return False
-        more, error = self._more
-        return more + 2 * error < 0
-
-    @property
-    def explain(self) -> bool:
-        """True if the gap surely is larger where routes differ."""
-        if min(self.differing.tokens, self.agreeing.tokens) < FEWEST:
-            return False
-        more, error = self._more
-        return more - 2 * error > 0
-
-    @property
-    def _more(self) -> tuple[float, float]:
-        """Return by how much differing routes exceed what replay has to cut, and its error."""
+        more = self.differing.mean - REPLAY_HELPS * self.agreeing.mean
         error = math.hypot(self.differing.error, REPLAY_HELPS * self.agreeing.error)
-        return self.differing.mean - REPLAY_HELPS * self.agreeing.mean, error
+        return more + 2 * error < 0
 
     def text(self) -> str:
         """Return both means in words; empty if one of them has too few tokens."""
@@ -212,7 +199,7 @@ def verdict(
         remaining, helps = replayed, True
     forecasts = _forecasts(remaining)
     if quiet(gap):
-        return _quiet(gap, remaining, since, basis, forecasts, by_routes or ByRoutes())
+        return _quiet(gap, remaining, since, basis, forecasts)
     if not remaining.k3 <= declared.ceiling:
         return _above_ceiling(remaining, declared, since, basis, aged=aged, helps=helps)
     if aged:
@@ -298,9 +285,8 @@ def _quiet(
     since: str,
     basis: list[str],
     forecasts: tuple[Forecast, ...],
-    by_routes: ByRoutes,
 ) -> Verdict:
-    """Return the verdict on a gap that needs nothing, and whether it is one of routes."""
+    """Return the verdict on a gap that needs nothing, and what replay was measured to take off."""
     size = size_in_words(gap.k3, gap.f2)
     sentence = f"Nothing to do: the gap{since} is {size}."
     causes: tuple[str, ...] = ()
@@ -309,9 +295,6 @@ def _quiet(
         sentence += (
             f" Replaying the rollout's routes (R3) takes off {1 - remaining.k3 / gap.k3:.0%}."
         )
-    elif size != SMALL and by_routes.explain:
-        causes, basis = ("routing",), [*basis, by_routes.text()]
-        sentence += " It lies where routes differ: replaying the rollout's (R3) takes that off."
     return Verdict("nothing", causes, sentence, "", tuple(basis), forecasts)
 
 

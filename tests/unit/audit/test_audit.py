@@ -97,26 +97,6 @@ def test_recommendations_for_heavy_tails_and_differing_routes(tmp_path) -> None:
     assert layers_title(audited(tmp_path, rows)) == title
 
 
-@pytest.mark.parametrize(
-    ("off", "there", "named"),
-    [(0.06, True, True), (0.06, False, False), (0.02, True, False)],
-    ids=["at differing routes", "elsewhere", "too small to matter"],
-)
-def test_a_small_gap_that_lies_where_routes_differ_is_named_so(tmp_path, off, there, named) -> None:
-    rows, rng = gaussian_rows(1e-8), np.random.default_rng(0)
-    for row in rows:
-        differ, others = rng.permutation(np.arange(4, 78))[:16].reshape(2, 8)
-        trainer, routes = np.array(row["logp_trainer"]), rng.random((80, 16)).argsort(1)[:, :8]
-        trainer[differ if there else others] += off * rng.standard_normal(8) - off**2 / 2
-        of_trainer = routes.copy()
-        of_trainer[differ, 7] = 16
-        row |= {"route_layers": 1, "route_top_k": 8, "logp_trainer": trainer.tolist()}
-        row |= {"routes_rollout": routes.ravel(), "routes_trainer": of_trainer.ravel()}
-    said = audited(tmp_path, rows).verdict
-    assert (said.action, said.causes) == ("nothing", ("routing",) if named else ())
-    assert said.sentence.endswith("replaying the rollout's (R3) takes that off.") == named
-
-
 def layers_title(result) -> str:
     (found,) = [figure for figure in audit_figures([result]) if figure.name == "layers"]
     return found.title

@@ -218,6 +218,18 @@ def test_a_mean_of_rho_off_one_is_always_a_mark(beside):
         assert verdict(fine, CLEAN).action == "correct"
 
 
+def test_a_gap_that_needs_nothing_says_what_replay_takes_off() -> None:
+    for k3, left, causes, said in (
+        (5e-4, 5e-5, ("routing",), "models. Replaying the rollout's routes (R3) takes off 90%."),
+        (5e-4, 4e-4, (), "published dense models."),  # helps too little
+        (5e-4, 9e-4, (), "published dense models."),  # makes it worse
+        (5e-5, 5e-6, (), "too small to matter."),
+    ):
+        found = verdict(gap(k3), CLEAN, replayed=gap(left), routers=0.1)
+        assert (found.action, found.causes) == ("nothing", causes)
+        assert found.sentence.endswith(said)
+
+
 def test_verdict_gives_the_share_of_routing_and_the_remainder():
     said = verdict(gap(4e-2, error=1e-3), CLEAN, replayed=gap(1e-2, f5=2e-3))
     assert "75% of it from routing: replay the rollout's routes (R3)" in said.sentence
