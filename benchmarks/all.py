@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     parser.add_argument("--report", action="store_true", help="compare --out's, run nothing")
     parser.add_argument(
-        "--renew", action="store_true", help="write them into docs/data, run nothing"
+        "--renew", action="store_true", help="write --out's into docs/data, run nothing"
     )
     parser.add_argument("--out", type=Path, default=OUT, help="file that lines are added to")
     args = parser.parse_args()

@@ -350,9 +350,8 @@ def test_a_run_that_replays_is_not_advised_to(tmp_path):
     assert (found.verdict.action, found.verdict.causes) == ("correct", ("numerics",))
     k3 = -math.log(1 - 0.4**2) / 2
     assert found.notes[0].startswith(f"Without replay k3 is {k3:.3g} nats a token")
-    assert found.notes[0].endswith(
-        "; replay takes off 77% of it."
-    )  # log(1 - 0.2^2) / log(1 - 0.4^2)
+    # 1 - log(1 - 0.2^2) / log(1 - 0.4^2)
+    assert found.notes[0].endswith("; replay takes off 77% of it.")
 
 
 def test_a_damaged_probe_is_refused(tmp_path):
