@@ -2,12 +2,13 @@
 
 A waterfall starts at k3 between rollout and trainer as they are. Each step changes one more thing
 on one side and scores the same tokens again; its bar is the k3 that this removed. The k3 after the
-last step is the remainder. Intervals are percentile bootstraps over sequences, with the same draws
-at every level, so that a bar is a paired difference; of one sequence both ends are the value.
+last step is the remainder. Intervals are bootstraps over sequences (record/means.py), with the same
+draws at every level, so that a bar is a paired difference.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,10 +16,9 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.record.means import Interval
+from onepolicy.record.means import FEWEST_UNITS, Interval, bootstrap_tail
 
 DRAWS = 2000
-LEVEL = 0.95
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,24 +61,25 @@ class Waterfall:
 
 def waterfall(start: Level, steps: Sequence[Level]) -> Waterfall:
     """Return the waterfall from `start`, both sides as they are, over steps of one more change."""
-    kept = bootstrap([(level.terms, level.sequence) for level in (start, *steps)])
+    kept, tail = _draws([(level.terms, level.sequence) for level in (start, *steps)])
     removed = kept[:, :-1] - kept[:, 1:]
     bars = [
-        Bar(step.name, step.how, _interval(removed[:, i]), _interval(kept[:, i + 1]))
+        Bar(step.name, step.how, _interval(removed[:, i], tail), _interval(kept[:, i + 1], tail))
         for i, step in enumerate(steps)
     ]
-    return Waterfall(_interval(kept[:, 0]), tuple(bars))
+    return Waterfall(_interval(kept[:, 0], tail), tuple(bars))
 
 
 def distance(a: Tensor, b: Tensor, mask: Tensor, segment: Tensor) -> Interval:
     """Return k3 of log-probabilities `a` [T] float32 against `b`, the rollout's place."""
-    return _interval(bootstrap([(k3_terms(a, b)[mask], segment[mask])])[:, 0])
+    kept, tail = _draws([(k3_terms(a, b)[mask], segment[mask])])
+    return _interval(kept[:, 0], tail)
 
 
 def excess(a: Tensor, b: Tensor, against: Tensor, mask: Tensor, segment: Tensor) -> Interval:
     """Return k3 of `a` minus k3 of `b`, both against the same log-probabilities [T], paired."""
-    kept = bootstrap([(k3_terms(x, against)[mask], segment[mask]) for x in (a, b)])
-    return _interval(kept[:, 0] - kept[:, 1])
+    kept, tail = _draws([(k3_terms(x, against)[mask], segment[mask]) for x in (a, b)])
+    return _interval(kept[:, 0] - kept[:, 1], tail)
 
 
 def k3_terms(logp: Tensor, rollout: Tensor) -> Tensor:
@@ -115,7 +116,18 @@ def bootstrap(
     return torch.stack(means, dim=1)
 
 
-def _interval(draws: Tensor) -> Interval:  # [draws + 1], the first of all sequences
-    tail = (1 - LEVEL) / 2
+def _draws(series: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, float | None]:
+    """Return bootstrap(series), and the tail of its intervals: None of too few sequences."""
+    sequences = len(torch.cat([sequence for _, sequence in series]).unique())
+    if sequences < FEWEST_UNITS:
+        return bootstrap(series, draws=0), None
+    return bootstrap(series), bootstrap_tail(sequences)
+
+
+def _interval(draws: Tensor, tail: float | None) -> Interval:
+    """Return the interval of draws [draws + 1], the first of all sequences."""
+    value = float(draws[0])
+    if tail is None:
+        return Interval(value, math.nan, math.nan)
     low, high = draws[1:].quantile(torch.tensor([tail, 1 - tail], dtype=draws.dtype)).tolist()
-    return Interval(float(draws[0]), low, high)
+    return Interval(value, low, high)

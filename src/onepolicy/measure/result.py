@@ -81,8 +81,8 @@ def to_tree(found: Measurement) -> dict[str, Any]:
         "pressure": pressure,
         "temperature_factor": scored.explained.rescorer.factor,
         "verdict": dataclasses.asdict(found.verdict),
-        "waterfall": dataclasses.asdict(found.waterfall),
-        "alone": [dataclasses.asdict(each) for each in found.ablations],
+        "waterfall": dataclasses.asdict(found.waterfall, dict_factory=_without_nan),
+        "alone": [dataclasses.asdict(a, dict_factory=_without_nan) for a in found.ablations],
         "metrics": numbers(found),
         "breakdowns": {
             name: [dataclasses.asdict(r) for r in rows] for name, rows in found.breakdowns.items()
@@ -98,6 +98,11 @@ def to_tree(found: Measurement) -> dict[str, Any]:
             "transformers": transformers.__version__,
         },
     }
+
+
+def _without_nan(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a record as a dict; the ends of an interval that is not known are None."""
+    return {name: None if value != value else value for name, value in fields}
 
 
 def write(found: Measurement, out: Path) -> None:

@@ -10,23 +10,21 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import Summary, read_json_object
-from onepolicy.record.means import Interval
+from onepolicy.record.means import FEWEST_UNITS, Interval, bootstrap_tail
 from onepolicy.report.jsonl import read_metrics
 from onepolicy.report.run import SUMMARY_FIX
 from onepolicy.report.run_summary import unlearnt
 from onepolicy.report.words import Tree
 from onepolicy.verdict.rules import QUIET_KL
 
-LONGEST_BLOCK, FEWEST_BLOCKS = 10, 6  # steps of a block; blocks of a run
-FEWEST_STEPS = 4 * FEWEST_BLOCKS
+LONGEST_BLOCK = 10  # steps
+FEWEST_STEPS = 4 * FEWEST_UNITS
 DRAWS, DRAWN_AT_ONCE = 5000, 2**22  # resamplings; blocks of them in memory
-COVERAGE = 0.95
 Array = np.ndarray
 
 
@@ -185,8 +183,7 @@ def interval(pairs: Array, statistic: Callable[[Array], Array]) -> Interval:
 
     Blocks of consecutive steps are drawn, the same in both runs. A block may go on from the last
     step to the first, so every step is drawn equally often (circular block bootstrap, Politis and
-    Romano 1992). The percentiles are those of a Student t with as many values as blocks (expanded
-    percentile interval, Hesterberg 2015): plain ones of 6 blocks cover too seldom.
+    Romano 1992), with the tails of bootstrap_tail.
 
     pairs: [2, steps] float64, finite. statistic: takes means [2, ...], returns [...].
     """
@@ -195,7 +192,7 @@ def interval(pairs: Array, statistic: Callable[[Array], Array]) -> Interval:
         value = float(statistic(pairs.mean(axis=1)))
         if steps < FEWEST_STEPS:
             return Interval(value, math.nan, math.nan)
-        block = min(LONGEST_BLOCK, steps // FEWEST_BLOCKS)
+        block = min(LONGEST_BLOCK, steps // FEWEST_UNITS)
         at = (np.arange(steps)[:, None] + np.arange(block)) % steps
         blocks = pairs[:, at].mean(axis=2)  # [2, steps]: means of the blocks from every step on
         count = round(steps / block)
@@ -206,20 +203,7 @@ def interval(pairs: Array, statistic: Callable[[Array], Array]) -> Interval:
             means.append(blocks[:, drawn].mean(axis=2))
             left -= len(drawn)
         found = statistic(np.concatenate(means, axis=1))  # [DRAWS]
-        tail = _tail(count)
+        tail = bootstrap_tail(count)
         # no value between two draws: one of them may be infinite
         low, high = np.nanquantile(found, [tail, 1 - tail], method="nearest")
     return Interval(value, float(low), float(high))
-
-
-def _tail(count: int) -> float:
-    """Return the share of draws beyond each end of the interval.
-
-    The quantile of t is that of a normal distribution with four terms of its expansion in 1/free
-    (Abramowitz and Stegun 26.7.5), within 0.5% from 5 degrees of freedom.
-    """
-    normal, free = NormalDist(), count - 1
-    z = normal.inv_cdf((1 + COVERAGE) / 2)
-    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3)
-    return normal.cdf(-math.sqrt(count / free) * t)

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from onepolicy.config.secrets import without_secrets
 from onepolicy.notation import DASH, counted, number
+from onepolicy.record.means import FEWEST_UNITS
 from onepolicy.report.figures import causes, groups, routing, tokens
 from onepolicy.report.figures.causes import change, interval, remainder, signed
 from onepolicy.report.figures.parts import DENSE, WITH, WITHOUT, Absent, Figure, Width
@@ -97,7 +98,8 @@ METHODS = (
     "sets of experts differ. Definitions: R3 paper (arXiv:2510.11370), section 3.\n\n"
     "Waterfall: every step changes one more thing on one side and scores the same tokens again, so "
     "bars and remainder add up to the gap; another order would divide it otherwise. Intervals are "
-    "95% percentile bootstraps over whole sequences, with the same draws at every step."
+    "95% bootstraps over whole sequences, with the same draws at every step (expanded percentile "
+    f"intervals, Hesterberg 2015), and there are none of fewer than {FEWEST_UNITS} sequences."
 )
 Drawn = list[Figure | Absent]
 
@@ -289,8 +291,7 @@ def alone_rows(tree: Tree) -> list[tuple[str, ...]]:
             rows.append((name, number(repeated[key]), DASH, f"k3 between two passes: {how}"))
     for each in tree["alone"]:
         nats = each["nats"]
-        ends = DASH if nats["low"] == nats["high"] else interval(nats)
-        rows.append((each["name"], number(nats["value"]), ends, each["how"]))
+        rows.append((each["name"], number(nats["value"]), interval(nats), each["how"]))
     return rows
 
 

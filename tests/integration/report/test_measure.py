@@ -7,6 +7,7 @@ import re
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from onepolicy.notation import DASH
 from onepolicy.report.figures.causes import distribution, fall_title, waterfall
 from onepolicy.report.measure import (
     alone_rows,
@@ -287,6 +288,21 @@ def test_the_title_has_the_known_facts():
     wide["removed"] = {"value": 9e-4, "low": -1e-4, "high": 2e-3}
     title = fall_title({"total": estimate(1e-3), "bars": [wide]})
     assert title.endswith("though its interval includes 0")
+    wide["removed"] = {"value": 9e-4, "low": None, "high": None}
+    assert fall_title({"total": estimate(1e-3), "bars": [wide]}).endswith("comes from routing")
+
+
+def test_few_sequences_have_no_interval():
+    """Their ends are null in measure.json."""
+    unknown = {"value": 4e-3, "low": None, "high": None}
+    one = bar("routing", 3e-3, 1e-3) | {"removed": unknown | {"value": 3e-3}}
+    tree = TREE | {"waterfall": {"total": unknown, "bars": [one]}}
+    tree["alone"] = [{"name": "lm_head", "how": "x", "nats": unknown}]
+    assert [row[2] for row in waterfall_rows(tree)][:2] == [DASH, DASH]
+    assert alone_rows(tree)[-1][2] == DASH
+    drawn = waterfall(tree)
+    assert drawn.data[0]["error_x"]["array"] == [0.0]
+    assert drawn.data[1]["x"] == [-3.0]  # 10^-3 nats
 
 
 def test_a_negligible_gap_has_no_percentages_and_no_intervals():

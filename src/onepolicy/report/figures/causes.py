@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from onepolicy.notation import DASH, number
+from onepolicy.record.means import FEWEST_UNITS
 from onepolicy.report.figures.parts import (
     NEUTRAL,
     REPLAY,
@@ -68,7 +69,7 @@ def waterfall(tree: Tree) -> Figure:
     total, steps, left = fall["total"], fall["bars"], remainder(fall)
     levels = [total["value"], *(bar["left"]["value"] for bar in steps)]
     changes = [change(bar) for bar in steps]
-    unit, unit_name = _unit(max(abs(total["high"]), *levels))
+    unit, unit_name = _unit(max(abs(total["high"] or 0), *levels))
     names = [_named("the gap", number(total["value"]))]
     names += [
         _named(bar["name"], _with_share(each["value"], total["value"]))
@@ -93,7 +94,8 @@ def waterfall(tree: Tree) -> Figure:
     note = (
         "Top to bottom: k3 of the same tokens after one more change each time. A bar reaching to "
         "the left is what the change took away; the last one is what no change explains. Whiskers: "
-        f"95% interval of each bar's own length, where that reaches {number(HARMLESS_KL)}."
+        f"95% interval of each bar's own length, where that reaches {number(HARMLESS_KL)}; none of "
+        f"fewer than {FEWEST_UNITS} sequences."
     )
     height = 90 + ROW * len(names)
     return Figure("waterfall", fall_title(fall), note, data, layout, "wide", height=height)
@@ -119,18 +121,19 @@ def fall_title(fall: Tree) -> str:
         return f"No single cause: {unexplained} of {gap} is left unexplained"
     share = _share(first["removed"]["value"] / total)
     title = f"{share} of {gap} per token comes from {first['name']}"
-    if first["removed"]["low"] > 0:
+    if first["removed"]["low"] is None or first["removed"]["low"] > 0:
         return title
     return f"{title}, though its interval includes 0"
 
 
 def shows_interval(estimate: Tree) -> bool:
-    """Return whether an estimate is large enough to show its interval."""
-    return max(abs(estimate["low"]), abs(estimate["high"])) >= HARMLESS_KL
+    """Return whether an estimate has an interval, and is large enough to show it."""
+    low, high = estimate["low"], estimate["high"]
+    return low is not None and max(abs(low), abs(high)) >= HARMLESS_KL
 
 
 def interval(estimate: Tree) -> str:
-    """Return the interval as text; a dash if the estimate is too small to matter."""
+    """Return the interval as text; a dash if it is not known or too small to matter."""
     if not shows_interval(estimate):
         return DASH
     return f"{number(estimate['low'])} {DASH} {number(estimate['high'])}"
@@ -139,6 +142,8 @@ def interval(estimate: Tree) -> str:
 def change(bar: Tree) -> Tree:
     """Return the change of the gap in a step, which is negative if the gap became smaller."""
     removed = bar["removed"]
+    if removed["low"] is None:
+        return removed | {"value": -removed["value"]}
     return {"value": -removed["value"], "low": -removed["high"], "high": -removed["low"]}
 
 
@@ -158,8 +163,9 @@ def _bar(
     unit: float,
 ) -> Spec:
     """Draw horizontal bars from `starts` over the estimates `spans`, with their intervals."""
-    up = [(each["high"] - each["value"]) / unit * shows_interval(each) for each in spans]
-    down = [(each["value"] - each["low"]) / unit * shows_interval(each) for each in spans]
+    shown = [each if shows_interval(each) else dict.fromkeys(each, 0.0) for each in spans]
+    up = [(each["high"] - each["value"]) / unit for each in shown]
+    down = [(each["value"] - each["low"]) / unit for each in shown]
     texts = [
         f"{number(each['value'])} nats" + f" ({interval(each)})" * shows_interval(each)
         for each in spans
