@@ -58,13 +58,14 @@ def write_rows(
     *,
     framework: str = "",
     rank: int = 0,
+    ranks: int = 1,
 ) -> None:
-    """Write the rows of one step, and keep an older file of it. No row, no file: training goes on.
+    """Write the rows of one step, and keep older files of it. No row, no file: training goes on.
 
     A step has no row if the trainer masked all its samples, or this rank's.
     """
     if rows:
-        write_step(folder, step, rows, rank=rank, keep_older=True, framework=framework)
+        write_step(folder, step, rows, rank=rank, ranks=ranks, keep_older=True, framework=framework)
 
 
 def add_routes(

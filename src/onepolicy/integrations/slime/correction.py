@@ -245,10 +245,10 @@ def _dump(settings: Settings, rollout_id: int, data: Mapping[str, Any], batch: B
         if rewards is not None:
             row["reward"] = float(rewards[i])
         rows.append(row)
-    rank = 0
+    rank, ranks = 0, 1
     if torch.distributed.is_initialized():
-        rank = torch.distributed.get_rank()
-    write_rows(settings.dump, rollout_id, rows, framework="miles", rank=rank)
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    write_rows(settings.dump, rollout_id, rows, framework="miles", rank=rank, ranks=ranks)
 
 
 def data_parallel_group() -> Any:

@@ -22,6 +22,7 @@ def write_step(
     rows: Sequence[Mapping[str, Any]],
     *,
     rank: int = 0,
+    ranks: int | None = None,
     keep_older: bool = False,
     framework: str = "",
     replayed: bool = False,
@@ -29,7 +30,8 @@ def write_step(
     """Write the rows (schema version 1) of one training step to FOLDER/step_00012_0.parquet.
 
     framework: the trainer, by its name in config/frameworks.toml, for advice in its settings.
-    replayed: it scored with the rollout's routes.
+    replayed: it scored with the rollout's routes. ranks: how many write; with `keep_older`, files of
+    the step by others are older ones.
     The file is complete or absent. A file of the step that is there is replaced. With `keep_older`
     it stays beside the new one, under a name that `onepolicy audit` does not read, and a warning
     says so: a run that was resumed trains some of its steps again.
@@ -40,6 +42,10 @@ def write_step(
         write_parquet(temporary, rows, framework=framework, replayed=replayed)
         if keep_older:
             _keep_older(path)
+    if keep_older and ranks is not None:
+        for other in path.parent.glob(f"step_{step:05d}_*.parquet"):
+            if int(other.stem.rpartition("_")[2]) >= ranks:
+                _keep_older(other)
     return path
 
 
@@ -50,9 +56,10 @@ def step_file(folder: Path | str, step: int, rank: int = 0) -> Path:
 
 def _keep_older(path: Path) -> None:
     """Rename FILE to FILE.1, or to the first number that is free."""
-    if not path.exists():
-        return
     names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
     kept = next(name for name in names if not name.exists())
-    path.rename(kept)
+    try:
+        path.rename(kept)
+    except FileNotFoundError:  # there is none, or another rank has renamed it
+        return
     logging.getLogger(__name__).warning("%s was written before; the older is %s", path, kept.name)

@@ -41,6 +41,27 @@ def test_a_folder_is_one_dump(tmp_path):
         audit(tmp_path / "empty", {})
 
 
+def test_a_step_that_is_written_again_keeps_the_older_files(tmp_path, caplog):
+    """Also those of ranks that a restart no longer has, of this step alone."""
+    old, new = gaussian_rows(1e-3, rows=2), gaussian_rows(1e-3, rows=2, seed=1)
+    for step, rank in ((4, 3), (5, 0), (5, 1), (5, 2)):
+        write_step(tmp_path, step, old, rank=rank, ranks=4, keep_older=True)
+    assert not caplog.messages
+    write_step(tmp_path, 5, new, rank=1, ranks=2, keep_older=True)
+    write_step(tmp_path, 5, new, rank=0, ranks=2, keep_older=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step_00004_3.parquet",
+        "step_00005_0.parquet",
+        "step_00005_0.parquet.1",
+        "step_00005_1.parquet",
+        "step_00005_1.parquet.1",
+        "step_00005_2.parquet.1",
+    ]
+    assert caplog.messages[0].endswith("written before; the older is step_00005_1.parquet.1")
+    found = audit(tmp_path, {}).accumulated
+    assert (found.rows, sorted(found.steps)) == (6, [4, 5])
+
+
 @capability("prime-rl", "dump", how="contract")
 def test_prime_rl_token_exports_by_their_names(tmp_path, capsys):
     """trainer.enable_token_export writes token_exports/step_N/rank_R.jsonl, with inference_logprobs
