@@ -30,8 +30,8 @@ def write_step(
     """Write the rows (schema version 1) of one training step to FOLDER/step_00012_0.parquet.
 
     framework: the trainer, by its name in config/frameworks.toml, for advice in its settings.
-    replayed: it scored with the rollout's routes. ranks: how many write; with `keep_older`, files of
-    the step by others are older ones.
+    replayed: it scored with the rollout's routes. ranks: how many write; with `keep_older`, a file
+    of the step by a further rank is an older one.
     The file is complete or absent. A file of the step that is there is replaced. With `keep_older`
     it stays beside the new one, under a name that `onepolicy audit` does not read, and a warning
     says so: a run that was resumed trains some of its steps again.
