@@ -62,6 +62,9 @@ class Programs:
         if config.template is not None:
             tokenizer.chat_template = read_template(config.template, "task.template")
         self.renderer = Renderer(tokenizer)
+        if self.renderer.no_calls:
+            reason = self.renderer.no_calls
+            LOG.warning("task.command: the policy's calls of tools stay text: %s", reason)
         self.max_len = path["max_len"]
         self.duplicate_routes: DuplicateRoutes = path.get("duplicate_routes", "as-sampled")
         self.sandbox = ProgramSandbox(config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from onepolicy.envs.multiturn.call_format import (
 )
 from onepolicy.envs.multiturn.dialogue import (
     EXAMPLE_QUESTION,
+    ODD_REPLY,
     THOUGHT,
     THOUGHT_END,
     THOUGHT_START,
@@ -54,7 +56,7 @@ class Placeholders:
         """Choose a word that is in none of the texts. special: the tokenizer's special tokens."""
         self._word = "textofmessage"
         while any(self._word in text for text in texts):
-            self._word += "s"
+            self._word = f"textofmessage{secrets.token_hex(8)}x"
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len)[::-1])))
         self.texts: list[str] = []
         self.required: set[int] = set()
@@ -71,12 +73,17 @@ class Placeholders:
 
         A template may leave out the thoughts.
         """
-        parts = re.split(rf"(\s*(?:{THOUGHT_START}|{THOUGHT_END})\s*)", text)
-        hidden = []
+        parts = re.split(f"({THOUGHT_START}|{THOUGHT_END})", text)
+        last, hidden = len(parts) - 1, []
         for i, part in enumerate(parts):
-            if i % 2 == 0 and part:
-                part = self.hide(part, required=i == len(parts) - 1)
-            hidden.append(part)
+            if i % 2:
+                hidden.append(part)
+                continue
+            rest = part.lstrip() if i else part  # white space beside a mark stays
+            inner = rest.rstrip() if i < last else rest
+            before = part[: len(part) - len(rest)]
+            hide = self.hide(inner, required=i == last) if inner else ""
+            hidden += [before, hide, rest[len(inner) :]]
         return "".join(hidden)
 
     def hide_special(self, value: Any) -> Any:
@@ -132,6 +139,8 @@ class Renderer:
         self._late_system = "system"
         if not self._writes_late_system():
             self._late_system = "user"
+        self._escapes = self._escapes_replies()
+        self._joins_users = self._example([EXAMPLE_QUESTION, EXAMPLE_QUESTION]) is None
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the ids of a conversation up to the beginning of the next turn."""
@@ -140,9 +149,7 @@ class Renderer:
         if leading > 1:  # templates know one system message
             text = "\n\n".join(message.text for message in messages[:leading])
             messages = [Message("system", text), *messages[leading:]]
-        written = self._write(messages[:1], hidden, ()) + self._write(
-            messages[1:], hidden, messages[0].calls, late=True
-        )
+        written = self._write(messages, hidden, first=True)
         return hidden.encode(self.tokenizer, self._render(written, tools, hidden))
 
     def encode_tail(
@@ -160,7 +167,7 @@ class Renderer:
             for call in turn.calls
         ]
         example = _template_turn(f"{THOUGHT}{TURN_PLACEHOLDER}", calls)
-        written = [EXAMPLE_QUESTION, example, *self._write(tail, hidden, turn.calls, late=True)]
+        written = [EXAMPLE_QUESTION, example, *self._write(tail, hidden, turn.calls)]
         mark = TURN_PLACEHOLDER
         if calls:
             mark = VALUE_PLACEHOLDER
@@ -208,25 +215,31 @@ class Renderer:
         self,
         messages: Sequence[Message],
         hidden: Placeholders,
-        calls: Sequence[Call],
+        calls: Sequence[Call] = (),
         *,
-        late: bool = False,
+        first: bool = False,
     ) -> list[dict[str, Any]]:
         """Return messages for the template.
 
-        calls: of the message before them. late: they do not begin the conversation.
+        calls: of the message before them. first: they begin the conversation.
         """
         names = {call.id: call.name for call in calls}
         written: list[dict[str, Any]] = []
         for message in messages:
             names |= {call.id: call.name for call in message.calls}
             role: str = message.role
-            if role == "system" and late:
+            if role == "system" and (written or not first):
                 role = self._late_system
             if role == "assistant":
                 written.append(_write_turn(message, hidden))
                 continue
-            entry: dict[str, Any] = {"role": role, "content": hidden.hide(message.text)}
+            text = message.text
+            if role == "tool" and self._escapes:
+                text = json.dumps(text, ensure_ascii=False)[1:-1]
+            entry: dict[str, Any] = {"role": role, "content": hidden.hide(text)}
+            if role == "user" and self._joins_users and written and written[-1]["role"] == "user":
+                written[-1]["content"] += f"\n\n{entry['content']}"
+                continue
             if role == "tool":
                 entry["tool_call_id"] = hidden.hide_special(message.call_id)
                 name = names.get(message.call_id, NAME_PLACEHOLDER)
@@ -245,18 +258,29 @@ class Renderer:
         except UsageError as error:
             raise RequestError(str(error).removeprefix("model.path: ")) from None
 
+    def _example(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the template's text of these messages, None if it refuses them."""
+        try:
+            return render_chat(self.tokenizer, messages)
+        except UsageError:
+            return None
+
     def _writes_late_system(self) -> bool:
         """Return whether the template writes a system message after the first one as such."""
-        texts = []
-        for role in ("system", "assistant"):
-            late = {"role": role, "content": "latemessage"}
-            try:
-                texts.append(
-                    render_chat(self.tokenizer, [EXAMPLE_QUESTION, late, EXAMPLE_QUESTION])
-                )
-            except UsageError:
-                texts.append("")
+        late = {"content": "latemessage"}
+        texts = [
+            self._example([EXAMPLE_QUESTION, late | {"role": role}, EXAMPLE_QUESTION]) or ""
+            for role in ("system", "assistant")
+        ]
         return "latemessage" in texts[0] and texts[0] != texts[1]
+
+    def _escapes_replies(self) -> bool:
+        """Return whether it writes a tool's reply as the inside of a JSON string, as Llama 3.1."""
+        turn = _template_turn("", [_example_call(CALL_ID, NAME_PLACEHOLDER)])
+        reply = {"role": "tool", "content": ODD_REPLY, "tool_call_id": CALL_ID}
+        reply["name"] = NAME_PLACEHOLDER
+        text = self._example([EXAMPLE_QUESTION, turn, reply]) or ODD_REPLY
+        return ODD_REPLY not in text and json.dumps(ODD_REPLY)[1:-1] in text
 
 
 def _example_call(number: str, name: str) -> dict[str, Any]:

@@ -33,6 +33,8 @@ from onepolicy.gateway.turns import Turn
 LOG = logging.getLogger(__name__)
 MOST_BYTES = 64 * 2**20
 """Bytes of a request's body. Agents send their whole history in each."""
+MOST_PARTS = 2**20
+"""Lists, objects and commas of a body: as values they take many times their bytes, and seconds."""
 SECONDS_TO_SEND = 60
 """Seconds in which a request's body must be there."""
 
@@ -255,6 +257,9 @@ async def _read_body(http: HTTPRequest) -> tuple[Body, str]:
     except ClientDisconnect:
         raise RequestError("the client went away", status=408) from None
     data = b"".join(parts)
+    if sum(map(data.count, (b"[", b"{", b","))) > MOST_PARTS:
+        said = f"the body has more than {MOST_PARTS} lists, objects and commas"
+        raise RequestError(said, status=413)
     try:
         body = finite_json(data)
     except (ValueError, RecursionError) as error:

@@ -113,6 +113,10 @@ def test_a_body_that_is_too_large(monkeypatch):
     app = App("yes")
     answer = app.post("/v1/messages", {"messages": [USER | {"content": "x" * 40}]})
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
+    monkeypatch.setattr(server, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(server, "MOST_PARTS", 99)
+    answer = app.post("/v1/messages", {"messages": [[]] * 50})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
 
 
 def test_who_has_the_secret_begins_and_ends_episodes():

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from onepolicy.envs import make_environment
 from onepolicy.gateway.breaks import Break
 from onepolicy.gateway.history import History
 from onepolicy.gateway.messages import Call, Message, Request, RequestError
-from onepolicy.gateway.rendering import Renderer
+from onepolicy.gateway.rendering import Placeholders, Renderer
 from onepolicy.gateway.session import Limits
 from onepolicy.gateway.turns import Reason
 from onepolicy.gateway.unknown import UnknownText
@@ -116,6 +117,65 @@ def test_equals_the_same_episode_of_our_own(turns, max_tokens, routes):
     (recorded,) = samples_of(session)
     assert_equal_samples(recorded, ours)
     assert engines[0].requests == engines[1].requests
+
+
+def test_replies_of_tools_are_escaped_as_the_template_does():
+    """Llama 3.1's writes them as JSON strings."""
+    escaping = HERMES.replace("<tool>{{ m['content'] }}", "<tool>{{ m['content'] | tojson }}")
+    tokenizer = tokenizer_of(escaping)
+    odd = 'say "hi"\nline \\ <eos>'
+    session = session_of(call("look"), "done", renderer=Renderer(tokenizer))
+    first = ask(session, USER, tools=(TOOL,))
+    second = ask(session, *first.conversation, reply(first, odd), tools=(TOOL,))
+    tail = tokenizer.decode(second.path.tokens[first.length : second.start])
+    written = json.dumps(odd, ensure_ascii=False)
+    assert tail == f"<tool>{written}<eos><bot>"
+    alone = session_of("done", renderer=Renderer(tokenizer))
+    whole = ask(alone, *first.conversation, reply(first, odd), tools=(TOOL,))
+    assert f"<tool>{written}<eos><bot>" in tokenizer.decode(whole.path.tokens[: whole.start])
+
+
+def test_users_that_follow_each_other_are_joined_where_roles_must_alternate():
+    strict = TEMPLATE.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}"
+        "{% if loop.index0 and m['role'] == messages[loop.index0 - 1]['role'] "
+        "%}{{ raise_exception('roles must alternate') }}{% endif %}",
+        1,
+    )
+    renderer = Renderer(tokenizer_of(strict))
+    session = session_of("yes", "no", renderer=renderer)
+    first = ask(session, USER, AGAIN)
+    second = ask(session, *first.conversation, AGAIN, USER)
+    assert second.parent is first
+    text = renderer.tokenizer.decode(second.path.tokens[: second.start])
+    assert text == "<user>question\n\ngo on<eos><bot>yes<eos><user>go on\n\nquestion<eos><bot>"
+    apart = session_of("yes", renderer=Renderer(tokenizer_of(TEMPLATE)))
+    turn = ask(apart, USER, AGAIN)
+    written = TOKENIZER.decode(turn.path.tokens[: turn.start])
+    assert written == "<user>question<eos><user>go on<eos><bot>"
+
+
+def test_white_space_beside_the_marks_of_thoughts_stays():
+    for text, texts, written in (
+        (" a\n<think>\n\n b \n</think>  c ", [" a", "b", "c "], "0\n<think>\n\n 1 \n</think>  2"),
+        ("<think>\n</think>\n", [], "<think>\n</think>\n"),
+        ("</think><think>x", ["x"], "</think><think>0"),
+        ("plain ", ["plain "], "0"),
+    ):
+        hidden = Placeholders([text], ["<eos>"])
+        assert re.sub("textofmessage([0-9])x", r"\1", hidden.hide_turn(text)) == written
+        assert hidden.texts == texts
+
+
+def test_odd_texts_take_no_time():
+    """A quadratic search would take minutes, and the test's limit."""
+    many = 1_000_000
+    hidden = Placeholders([f"textofmessage{'s' * many}"], ["<eos>"])
+    assert len(hidden.hide("x")) < 100
+    assert len(Placeholders([], ["<eos>"]).hide_turn("a" + " " * many + "b<think>")) < 100
+    assert RENDERER.calls.find("<call>" * (many // 6)) == []
+    assert len(RENDERER.calls.find("<call>x</call>" * 1000)) == 1000
 
 
 def test_a_turn_is_continued_from_its_ids_however_its_message_comes_back():

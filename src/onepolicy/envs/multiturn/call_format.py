@@ -36,10 +36,15 @@ class CallFormat:
             if text.strip().startswith("{"):
                 return [text]
             return []
-        end = r"\Z"
-        if self.end:
-            end = re.escape(self.end)
-        return re.findall(f"{re.escape(self.start)}(.*?){end}", text, re.DOTALL)
+        found, at = [], text.find(self.start)
+        while at >= 0:
+            begin = at + len(self.start)
+            end = text.find(self.end, begin) if self.end else len(text)
+            if end < 0:  # nor has a later call an end
+                break
+            found.append(text[begin:end])
+            at = text.find(self.start, end + len(self.end))
+        return found
 
     def read(self, text: str) -> tuple[str, dict[str, Any]] | None:
         """Return name and arguments of a call, None if it is malformed."""

@@ -246,7 +246,8 @@ def _program_checks(
     families = [(LOAD, 0, 0, FIRST_ARGUMENT)]
     families += [(EQUAL, len(FAMILIES) - i, 0, family) for i, family in enumerate(FAMILIES)]
     families.append((RETURN, 0, 0, FAIL | EAFNOSUPPORT))
-    return {number: checks[number] for number in (CLONE, PRLIMIT64, PRCTL)} | {SOCKET: families}
+    kept = {number: checks[number] for number in (CLONE, PRLIMIT64, PRCTL)}
+    return kept | {SOCKET: families, SOCKETPAIR: list(families)}
 
 
 @contextlib.contextmanager

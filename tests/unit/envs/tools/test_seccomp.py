@@ -76,6 +76,10 @@ def test_arguments_decide(machine):
     assert verdict(machine, call["socket"], 1, 1) == no_family
     assert verdict(machine, call["socketpair"], 1, 1 | 0o2000000) == ALLOWED  # SOCK_CLOEXEC
     assert verdict(machine, call["socketpair"], 1, 2) == no_family
+    for name in ("socket", "socketpair"):  # of a program: of Unix and the internet, not of TIPC
+        assert verdict(machine, call[name], 1, 2, sockets=True) == ALLOWED
+        assert verdict(machine, call[name], 2, 1, sockets=True) == ALLOWED
+        assert verdict(machine, call[name], 30, 1, sockets=True) == no_family
     assert verdict(machine, call["fcntl"], 3, 1) == ALLOWED
     assert verdict(machine, call["fcntl"], 3, 1031) == not_permitted  # F_SETPIPE_SZ
     assert verdict(machine, call["clone"], 0x3D0F00) == ALLOWED  # a thread
