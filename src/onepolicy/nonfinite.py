@@ -125,7 +125,7 @@ def refuse_probabilities(
     """
     values = {name: value.detach() for name, value in values.items()}
     ratio = sum(~(mask & (value != 0)).any() for value in values.values())
-    wrong = {name: _no_logarithms(mask, value) & (ratio == 0) for name, value in values.items()}
+    wrong = {name: no_logarithms(mask, value) & (ratio == 0) for name, value in values.items()}
     if not sum(each.any() for each in wrong.values()):  # a GPU is waited for once
         return
     name = next(name for name, each in wrong.items() if each.any())
@@ -135,7 +135,8 @@ def refuse_probabilities(
     raise UsageError(f"{caller}: {name} {place(slot)} is {value[slot].item():g}: {reason}")
 
 
-def _no_logarithms(mask: Tensor, value: Tensor) -> Tensor:
+def no_logarithms(mask: Tensor, value: Tensor) -> Tensor:
+    """Return [T] bool: the values of a side, in the mask, that are no log-probabilities."""
     judged = mask & value.isfinite()
     none_below = ~(judged & (value < 0)).any() & (judged.sum() >= FEWEST_JUDGED)
     return judged & ((value > CLEARLY_ABOVE_ZERO) | (none_below & (value > ABOVE_ZERO)))

@@ -57,6 +57,13 @@ COLUMN_CHECKS = {  # column -> the check that needs it
 NEEDED_FOR_CORRECTION = {  # column -> why no correction may be recommended without it
     "entropy": f"Add the column entropy {WITHOUT_ENTROPY} (one line: docs/audit.md)",
 }
+OPTIONAL = (
+    *("tokens", "tokens_rollout", "logp_previous", "logp_base"),
+    *("entropy", "logp_vocabulary", "turn"),
+)
+"""Columns that a diagnosis takes where there are some, by its arguments' names."""
+NOT_OF_AGE = ("fill", "not_log", "constant", "shift", "retokenised", "rows", "copy")
+"""Causes that are looked for in old tokens too: no update of the weights looks like them."""
 TOO_OLD = f"Fewer than {FEWEST} tokens of the weights that trained, too few to see a temperature"
 PROCESSED_IN_VLLM = "logprobs_mode=processed_logprobs makes it return processed log-probabilities"
 GROWS, LEAST_GAP = 5.0, 1e-4
@@ -315,34 +322,29 @@ def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> 
     mask, group = tensors["mask"], None
     if len({row.step for row in rows}) > 1:
         group = _groups_of_steps(rows).repeat_interleave(lengths)
+    given = {name: tensors.get(name) for name in OPTIONAL}
+    given["segment"] = torch.tensor([row.dump_row for row in rows]).repeat_interleave(lengths)
+    seen = functools.partial(diagnose, tensors[trainer], tensors["logp_rollout"])
     version = tensors.get("version")
-    if version is not None and "trained_version" in tensors:
-        # The dump has the age of every token. Bugs show in the newest tokens.
-        newest_weights = mask & (version == tensors["trained_version"])
-        if int(newest_weights.sum()) >= FEWEST:
-            mask = newest_weights
-        elif not torch.equal(newest_weights, mask):
-            # The effect of updates on log-probabilities looks like another temperature.
-            tensors.pop("entropy", None)
-            group = version  # tokens of one age have a gap of one size
-        version = None
-    elif version is not None:
-        version = version - _newest_versions(accumulated, rows, lengths)
-    return diagnose(
-        tensors[trainer],
-        tensors["logp_rollout"],
-        mask,
-        segment=torch.tensor([row.dump_row for row in rows]).repeat_interleave(lengths),
-        tokens=tensors["tokens"],
-        tokens_rollout=tensors.get("tokens_rollout"),
-        version=version,
-        logp_previous=tensors.get("logp_previous"),
-        logp_base=tensors.get("logp_base"),
-        entropy=tensors.get("entropy"),
-        logp_vocabulary=tensors.get("logp_vocabulary"),
-        turn=tensors.get("turn"),
-        group=group,
-    )
+    if version is None or "trained_version" not in tensors:
+        if version is not None:
+            version = version - _newest_versions(accumulated, rows, lengths)
+        return seen(mask, **given, version=version, group=group)
+    # The dump has the age of every token. Bugs show in the newest tokens.
+    newest = mask & (version == tensors["trained_version"])
+    if torch.equal(newest, mask):
+        return seen(mask, **given, group=group)
+    found = None
+    if int(newest.sum()) >= FEWEST:
+        found = seen(newest, **given, group=group)
+        if found.findings:
+            return found
+    # Tokens of one age have a gap of one size; that of updates looks like another temperature.
+    older = seen(mask, **given | {"entropy": None}, group=version)
+    if found is None:
+        return older
+    marks = [each for each in older.findings if each.sure and each.cause in NOT_OF_AGE]
+    return replace(found, findings=tuple(marks))
 
 
 def _groups_of_steps(rows: list[SampledRow]) -> torch.Tensor:  # [R] int64

@@ -12,7 +12,13 @@ import numpy as np
 import torch
 
 from onepolicy.config import UsageError
-from onepolicy.nonfinite import ABOVE_ZERO, above_zero, leave_out
+from onepolicy.nonfinite import (
+    ABOVE_ZERO,
+    CLEARLY_ABOVE_ZERO,
+    FEWEST_JUDGED,
+    above_zero,
+    leave_out,
+)
 from onepolicy.record.schema import COLUMNS, Array, ColumnSpec, RaggedColumn, Scored
 
 SMALLEST_LOGP = -1e6
@@ -217,6 +223,10 @@ def _check_logp(source: str, block: Scored, name: str) -> None:
     if not positive.any():
         return
     inside = values[mask]
+    if len(inside) < FEWEST_JUDGED or (inside < 0).any():  # as nonfinite.no_logarithms
+        positive &= values > CLEARLY_ABOVE_ZERO
+    if not positive.any():
+        return
     text = above_zero(inside.min(), inside.max())
     _refuse_first(source, block, name, positive, text)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onepolicy.nonfinite import ABOVE_ZERO, KINDS, LeftOut
+from onepolicy.nonfinite import KINDS, LeftOut, no_logarithms
 from onepolicy.verdict.engine_faults import renormalised
 from onepolicy.verdict.scored_tokens import FEWEST, SURE, VISIBLE, Finding, Pairs
 
@@ -56,7 +56,8 @@ def impossible(pairs: Pairs) -> tuple[list[Finding], Tensor, bool]:
     A floor selects slots by their value. The remaining slots then say nothing about the sampler.
     """
     n, findings, chosen = len(pairs.old), list[Finding](), False
-    positive = (pairs.rollout > ABOVE_ZERO) | (pairs.old > ABOVE_ZERO)
+    whole = torch.ones(n, dtype=torch.bool)
+    positive = no_logarithms(whole, pairs.rollout) | no_logarithms(whole, pairs.old)
     count = int(positive.sum())
     if count:
         text = f"{count} of {n} are above 0; probabilities instead of their logarithms?"

@@ -47,6 +47,30 @@ def test_a_bug_is_named_though_most_tokens_are_old(tmp_path):
     assert audited(tmp_path, trained(rows, 2)).verdict.causes == ("age",)
 
 
+@pytest.mark.parametrize("fault", ["end", "resumed", "moved"])
+def test_a_bug_in_old_tokens_alone_is_named(tmp_path, fault):
+    """Without it age explains the gap. The newest tokens are enough for a diagnosis, and sound."""
+    rows = world_rows(1, entropy=True)
+    rows += world_rows(2, noise=0.4, entropy=True)
+    for i, row in enumerate(rows):
+        row["version"] = int(2 * i < len(rows))
+    declared = trained(rows, 1)
+    assert audited(tmp_path, declared).verdict.causes == ("age",)
+    for row in declared[len(rows) // 2 :]:
+        values = list(row["logp_rollout"])
+        half = len(values) // 2
+        if fault == "end":
+            values[-1] = 0.0
+        elif fault == "resumed":
+            values[:half] = [0.0] * half
+        else:
+            values[half:] = values[half - 1 : -1]
+        row["logp_rollout"] = values
+    found = audited(tmp_path, declared).verdict
+    cause = "shift" if fault == "moved" else "fill"
+    assert (found.action, found.causes) == ("bug", (cause,))
+
+
 def test_routes_that_agree_with_nothing_may_be_old(tmp_path):
     rows = moved_routes(with_routes(world_rows(1)), "row")
     assert "too old" not in audited(tmp_path, rows).verdict.text()

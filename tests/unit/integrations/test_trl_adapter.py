@@ -228,3 +228,7 @@ def test_a_dump_keeps_the_files_of_an_earlier_run(tmp_path, caplog):
         assert len(kept) == run
         assert pq.read_table(tmp_path / "step_00005_0.parquet").num_rows == 2
     assert pq.read_table(kept[0]).num_rows == 2
+    of_more_processes = tmp_path / "step_00006_1.parquet"
+    (tmp_path / "step_00005_0.parquet").rename(of_more_processes)
+    StepDump(GRPOTrainer(), tmp_path).write(6, rows)  # of one
+    assert not of_more_processes.exists()

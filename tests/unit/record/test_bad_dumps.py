@@ -125,6 +125,17 @@ def test_positions_outside_the_mask_may_hold_anything(tmp_path) -> None:
     assert audit(write_dump(tmp_path / "d.jsonl", rows), {}).accumulated.overall.tokens == 16
 
 
+def test_a_certain_token_may_be_above_0(tmp_path) -> None:
+    """By rounding in bfloat16, among values below 0; alone they are no log-probabilities."""
+    rows = gaussian_rows(1e-3, rows=4, length=12)
+    rows[2]["logp_trainer"][9] = 4e-3
+    assert audit(write_dump(tmp_path / "d.parquet", rows), {}).verdict.action == "unclear"
+    for row in rows:
+        row["logp_trainer"] = [4e-3] * 12
+    with pytest.raises(UsageError, match="between 0 and 1"):
+        audit(write_dump(tmp_path / "e.parquet", rows), {})
+
+
 def _set(name: str, row: int, entry: int, value: object):
     return lambda rows: rows[row][name].__setitem__(entry, value)
 

@@ -33,8 +33,8 @@ def write_batch(
     step: int,
     *,
     part: int = 0,
-) -> Path:
-    """Write a batch to FOLDER/step_00012_0.parquet.
+) -> Path | None:
+    """Write a batch to FOLDER/step_00012_0.parquet; none if all its responses are empty.
 
     Args:
         data: TensorDict of FIELDS, nested. Routes may be missing.
@@ -43,7 +43,11 @@ def write_batch(
         folder, step: where to write, and the number of the step.
         part: number of the batch in the step. A separate asynchronous trainer has several.
     """
-    real = [i for i, tag in enumerate(tags) if not tag.get("is_padding", False)]
+    lengths = data["responses"].offsets().diff().tolist()
+    made_up = (tag.get("is_padding", False) for tag in tags)
+    real = [i for i, padding in enumerate(made_up) if lengths[i] and not padding]
+    if not real:
+        return None
     rows = batch_rows(_padded(data, tags, real), step)
     for row in rows:  # the batch may hold no sample of the weights that train in this step
         if "trained_version" in row:

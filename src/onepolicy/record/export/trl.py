@@ -76,12 +76,13 @@ class StepDump:
         older = not self._rows  # a file of the step that is there is of a run before this one
         self._rows += rows
         if self._rows:
-            rank = self._trainer.accelerator.process_index
+            processes = self._trainer.accelerator
             write_step(
                 self._folder,
                 step,
                 self._rows,
-                rank=rank,
+                rank=processes.process_index,
+                ranks=processes.num_processes,
                 keep_older=older,
                 framework="trl",
                 replayed=self._replayed,

@@ -60,7 +60,8 @@ def _behind_name(url: str) -> list[str]:
     except OSError as error:
         raise ServiceUnavailable(f"{SETTING}: no address of {host}: {error}") from error
     addresses = sorted({str(each[4][0]) for each in found})
-    return [f"http://{_bracketed(address)}:{port}" for address in addresses]
+    path = parts.path.rstrip("/")
+    return [f"http://{_bracketed(address)}:{port}{path}" for address in addresses]
 
 
 def _bracketed(address: str) -> str:

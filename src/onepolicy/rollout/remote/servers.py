@@ -67,6 +67,7 @@ class ServerFleet(Fleet[RemoteEngine]):
         self._make, self._urls = make, urls
         self._doubt = ""  # why the completions since the last recovery may not be used
         self._updates = 0  # begun
+        self._unusable: set[str] = set()  # addresses that a list gained
 
     async def start(self, path: str) -> None:
         """Connect all servers and load the checkpoint at `path` into them.
@@ -223,9 +224,16 @@ class ServerFleet(Fleet[RemoteEngine]):
         except UsageError as error:
             LOG.warning("%s; the servers stay as they are", error)
             return
-        known = {member.name for member in self._all}
+        known = {member.name for member in self._all} | self._unusable
         self._all = [m for m in self._all if m.name in urls or not m.is_lost]
-        self._all += [Member(u, self._make(u), is_lost=True) for u in urls if u not in known]
+        for url in urls:
+            if url in known:
+                continue
+            try:
+                self._all.append(Member(url, self._make(url), is_lost=True))
+            except UsageError as error:
+                self._unusable.add(url)
+                LOG.warning("%s is not used: %s", url, error)
 
     async def _admit(self, member: Member[RemoteEngine]) -> None:
         """Connect and check a server as at the start of a run, if it answers."""
@@ -237,6 +245,8 @@ class ServerFleet(Fleet[RemoteEngine]):
             return
         try:
             await engine.come_back()
+            if common_caps([self.caps, engine.caps]) != self.caps:
+                raise UsageError(f"it can do less than the run began with: {engine.caps}")
         except (UsageError, EngineLost) as error:
             LOG.warning("%s answers again, but is not used: %s", member.name, error)
             return

@@ -273,7 +273,8 @@ def test_samples_that_lack_routes_stop_a_run_only_if_none_ever_had_any():
 
 
 def test_a_step_as_a_dump(tmp_path):
-    """Two samples of 2 + 3 and 1 + 2 tokens, and one that verl made up to fill the batch."""
+    """Two samples of 2 + 3 and 1 + 2 tokens, one that verl made up to fill the batch, and one whose
+    response is empty."""
     from tensordict import TensorDict
 
     from onepolicy.integrations.verl.dump import write_batch
@@ -292,22 +293,26 @@ def test_a_step_as_a_dump(tmp_path):
     def filled(*rows):
         return jagged(torch.full((count, 1, 2), ids, dtype=torch.int16) for count, ids in rows)
 
+    floats = torch.float32
     one, two = [0, 0, 1, 2], [0, 0, 3, 1]  # a dense layer, then one of experts
     data = TensorDict(
         {
-            "prompts": nested([4, 5], [4], [0]),
-            "responses": nested([6, 7, 8], [9, 3], [2]),
-            "response_mask": nested([1, 0, 1], [1, 1], [0]),
-            "rollout_log_probs": nested([-1.0, 0, -2], [-0.5, -0.25], [0], dtype=torch.float32),
-            "old_log_probs": nested([-1.5, -3, -2], [-0.5, -0.75], [-9], dtype=torch.float32),
-            "entropy": nested([1.0, 1, 1], [2, 2], [3], dtype=torch.float32),
-            "rm_scores": nested([0.0, 0, 1], [0, 0.5], [0], dtype=torch.float32),
-            ROUTES: routes([one, one, two, two, [0] * 4], [one, two, [0] * 4], [[0] * 4] * 2),
-            NATIVE_ROUTES: filled((5, 1), (3, -1), (2, -1)),
+            "prompts": nested([4, 5], [4], [0], [4]),
+            "responses": nested([6, 7, 8], [9, 3], [2], []),
+            "response_mask": nested([1, 0, 1], [1, 1], [0], []),
+            "rollout_log_probs": nested([-1.0, 0, -2], [-0.5, -0.25], [0], [], dtype=floats),
+            "old_log_probs": nested([-1.5, -3, -2], [-0.5, -0.75], [-9], [], dtype=floats),
+            "entropy": nested([1.0, 1, 1], [2, 2], [3], [], dtype=floats),
+            "rm_scores": nested([0.0, 0, 1], [0, 0.5], [0], [], dtype=floats),
+            ROUTES: routes(
+                [one, one, two, two, [0] * 4], [one, two, [0] * 4], [[0] * 4] * 2, [[0] * 4]
+            ),
+            NATIVE_ROUTES: filled((5, 1), (3, -1), (2, -1), (1, -1)),
         },
-        batch_size=3,
+        batch_size=4,
     )
-    tags = [{"min_global_steps": 7}, {"min_global_steps": 6}, {"is_padding": True}]
+    old = {"min_global_steps": 6}
+    tags = [{"min_global_steps": 7}, old, {"is_padding": True}, old]
     write_batch(data, tags, ModelRouters((1,), 2, 4, 2), tmp_path, 3)
     rows = parquet.read_table(tmp_path / "step_00003_0.parquet").to_pylist()
     assert [row["tokens"] for row in rows] == [[6, 7, 8], [9, 3]]
@@ -324,3 +329,5 @@ def test_a_step_as_a_dump(tmp_path):
     write_batch(data, tags, ModelRouters((1,), 2, 4, 2), tmp_path, 9)
     rows = parquet.read_table(tmp_path / "step_00009_0.parquet").to_pylist()
     assert [(row["version"], row["trained_version"]) for row in rows] == [(7, 8), (6, 8)]
+    made_up = [{"is_padding": True}] * 4
+    assert write_batch(data, made_up, ModelRouters((1,), 2, 4, 2), tmp_path, 10) is None

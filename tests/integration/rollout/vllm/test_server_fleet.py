@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import os
 import threading
@@ -192,6 +193,43 @@ def test_a_server_that_is_back_gets_weights_before_requests(fakes, checkpoints, 
     assert second.sampled > before
 
 
+def test_a_server_that_is_back_with_less_is_not_used(fakes, checkpoints, caplog, monkeypatch):
+    """A request that it cannot serve would end the run."""
+    fleet, (_, second) = fleet_of(fakes, checkpoints), fakes
+    (member,) = [each for each in fleet._all if each.name == second.server.url]
+    fleet._lose(member, EngineLost("gone"))
+    come_back, engine = member.engine.come_back, member.engine
+
+    async def with_fewer():
+        await come_back()
+        engine.caps = dataclasses.replace(engine.caps, top_logprobs=1)
+
+    monkeypatch.setattr(engine, "come_back", with_fewer)
+    load(fleet, checkpoints[1])
+    assert "answers again, but is not used: it can do less" in caplog.text
+    assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[1], 1)
+    assert member.is_lost
+    monkeypatch.setattr(engine, "come_back", come_back)
+    load(fleet, checkpoints[0], version=2)
+    assert not member.is_lost
+
+
+def test_an_address_that_no_client_takes_ends_no_run(fakes, checkpoints, caplog):
+    fleet = fleet_of(fakes, checkpoints)
+    made, first = fleet._make, list(fleet._urls())
+
+    def make(url):
+        if url not in first:
+            raise UsageError("rollout.engine.token_env: the server is on another machine")
+        return made(url)
+
+    fleet._make, fleet._urls = make, lambda: [*first, "http://10.0.0.5:8000"]
+    for version in (1, 2):
+        load(fleet, checkpoints[1], version)
+    assert_sampled_with(asyncio.run(sample(fleet)), checkpoints[1], 2)
+    assert caplog.text.count("http://10.0.0.5:8000 is not used: rollout.engine.token_env") == 1
+
+
 def test_a_server_lost_in_an_update_keeps_no_other_from_its_weights(fakes, checkpoints):
     fleet, (_, second) = fleet_of(fakes, checkpoints), fakes
     second.server.__exit__(None, None, None)
@@ -350,6 +388,7 @@ def test_addresses_from_a_list_a_file_and_a_name(tmp_path):
     assert server_urls(f"file:{listed}") == ["http://a:8000", "http://b:8000"]
     assert server_urls(("http://a:1", "http://b:2")) == ["http://a:1", "http://b:2"]
     assert "http://127.0.0.1:8000" in server_urls("dns:http://localhost:8000")
+    assert "http://127.0.0.1:8000/a/b" in server_urls("dns:http://localhost:8000/a/b/")
     listed.write_text("\n")
     with pytest.raises(UsageError, match="has no address"):
         server_urls(f"file:{listed}")
