@@ -17,7 +17,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from onepolicy.config import DuplicateRoutes
@@ -30,6 +30,7 @@ from onepolicy.gateway.messages import (
     RequestError,
     Tool,
     chain_key,
+    join_calls,
     tools_key,
 )
 from onepolicy.gateway.rendering import Renderer
@@ -94,14 +95,14 @@ class History:
         # by the digest of the conversation up to the turn; several differ in their thoughts
         self._served: dict[bytes, list[Turn]] = {}
         self._calls = 0
+        self._calls_of: dict[str, tuple[str, ...]] = {}  # of the turn that each call is of
 
     def plan(self, request: Request) -> Plan:
         """Return the turn to sample for a request. Changes nothing.
 
         Raises RequestError if there is no room for it, or the template cannot write it.
         """
-        _check_order(request)
-        self._check_size(request)
+        request = self._checked(request)
         if len(self.turns) >= MOST_TURNS:
             raise RequestError(f"this episode has had {MOST_TURNS} turns", status=429)
         turn, place, key, dropped = self._match(request)
@@ -128,8 +129,7 @@ class History:
 
     def count_tokens(self, request: Request) -> int:
         """Return how many tokens a request's turn would be sampled after."""
-        _check_order(request)
-        self._check_size(request)
+        request = self._checked(request)
         turn, place, _, _ = self._match(request)
         if turn is None or place < request.last_assistant:
             return len(self.renderer.encode_prompt(request.messages, request.tools))
@@ -170,6 +170,8 @@ class History:
             text = text.partition(stop)[0]
         message = self.renderer.read_turn(text, plan.request.tools, self._calls)
         self._calls += len(message.calls)
+        of_turn = tuple(call.id for call in message.calls)
+        self._calls_of.update(dict.fromkeys(of_turn, of_turn))
         turn = Turn(
             number,
             asked,
@@ -305,6 +307,12 @@ class History:
         decode = self.renderer.tokenizer.decode
         one, other = (str(decode(list(ids))).split() for ids in (ours, sent))
         return "".join(other).startswith("".join(one))
+
+    def _checked(self, request: Request) -> Request:
+        """Return the request with the calls of a turn together. Raises RequestError."""
+        _check_order(request)
+        self._check_size(request)
+        return replace(request, messages=join_calls(request.messages, self._calls_of))
 
     def _check_size(self, request: Request) -> None:
         """Raise RequestError for a text that cannot fit, before it is tokenised.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from onepolicy.envs.multiturn.call_format import finite_json
@@ -69,6 +69,41 @@ class Request:
         """Number of messages up to the last one of the assistant, 0 if there is none."""
         roles = [message.role for message in self.messages]
         return max((i + 1 for i, role in enumerate(roles) if role == "assistant"), default=0)
+
+
+def join_calls(
+    messages: Sequence[Message], served: Mapping[str, tuple[str, ...]]
+) -> tuple[Message, ...]:
+    """Return the messages with the calls of each turn in one message, and their replies behind it.
+
+    Some programs send the reply to a call right behind it, before the turn's next call. served: id
+    of a call -> ids of all calls of its turn, in their order.
+    """
+    joined, at = list[Message](), 0
+    while at < len(messages):
+        turn, replies, after = messages[at], list[Message](), at + 1
+        whole = served.get(turn.calls[0].id, ()) if turn.calls else ()
+        calls = list(turn.calls)
+        while after < len(messages) and len(whole) > len(turn.calls):
+            each = messages[after]
+            if each.role == "tool" and each.call_id in whole:
+                replies.append(each)
+            elif _has_only_calls(each) and {call.id for call in each.calls} <= set(whole):
+                calls += each.calls
+            else:
+                break
+            after += 1
+        if tuple(call.id for call in calls) == whole:
+            joined += [replace(turn, calls=tuple(calls)), *replies]
+            at = after
+        else:
+            joined.append(turn)
+            at += 1
+    return tuple(joined)
+
+
+def _has_only_calls(message: Message) -> bool:
+    return bool(message.calls) and not message.text and not message.thought
 
 
 def message_key(message: Message) -> bytes:

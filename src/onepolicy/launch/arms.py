@@ -21,8 +21,8 @@ from onepolicy.launch.restarts import describe_status
 
 SUMMARY, METRICS, CONSOLE = "summary.json", "metrics.jsonl", "console.txt"
 POLL_S = 0.2
-EXIT_TIMEOUT_S = 10.0
-"""Seconds that a run has to end after SIGTERM before it is killed."""
+EXIT_TIMEOUT_S = 25.0
+"""Seconds that a run has to end after SIGTERM before it is killed. Its report takes up to 20."""
 SHOWN_LINES = 12  # of an arm's console, when it fails
 
 

@@ -18,7 +18,7 @@ from onepolicy.config import ReActTask, UsageError
 from onepolicy.envs import make_environment
 from onepolicy.gateway.breaks import Break
 from onepolicy.gateway.history import History
-from onepolicy.gateway.messages import Call, Message, Request, RequestError
+from onepolicy.gateway.messages import Call, Message, Request, RequestError, join_calls
 from onepolicy.gateway.rendering import Placeholders, Renderer
 from onepolicy.gateway.session import Limits
 from onepolicy.gateway.turns import Reason
@@ -133,6 +133,28 @@ def test_replies_of_tools_are_escaped_as_the_template_does():
     alone = session_of("done", renderer=Renderer(tokenizer))
     whole = ask(alone, *first.conversation, reply(first, odd), tools=(TOOL,))
     assert f"<tool>{written}<eos><bot>" in tokenizer.decode(whole.path.tokens[: whole.start])
+
+
+def test_a_reply_right_behind_its_call_leaves_the_turn_whole():
+    """As some programs of the Responses API order them: call, reply, the turn's next call."""
+    texts = call("look", a=1) + call("look", a=2), "one", "two"
+    session = session_of(*texts, max_tokens=200)
+    first = ask(session, USER, tools=(TOOL,))
+    one, two = first.message.calls
+    seen = [Message("tool", each.id, call_id=each.id) for each in (one, two)]
+    apart = [
+        Message("assistant", calls=(one,)),
+        seen[0],
+        Message("assistant", calls=(two,)),
+        seen[1],
+    ]
+    second = ask(session, USER, *apart, tools=(TOOL,))
+    assert second.parent is first
+    together = ask(session, USER, first.message, *seen, tools=(TOOL,))
+    assert together.parent is first
+    assert together.path.tokens[: together.start] == second.path.tokens[: second.start]
+    other = [Message("assistant", calls=(one,)), seen[0], Message("assistant", "so", calls=(two,))]
+    assert join_calls(other, {one.id: (one.id, two.id)}) == tuple(other)
 
 
 def test_users_that_follow_each_other_are_joined_where_roles_must_alternate():
