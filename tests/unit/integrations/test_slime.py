@@ -13,6 +13,7 @@ import sys
 from itertools import product
 from types import SimpleNamespace
 
+import pyarrow.parquet as parquet
 import pytest
 import torch
 
@@ -145,6 +146,20 @@ def test_a_step_is_dumped_for_the_audit(tmp_path):
         assert dumped(tmp_path)["tokens"] == 10
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [f"step_00007_0.parquet{end}" for end in ("", ".1", ".2")]
+
+
+def test_a_dump_has_the_entropy_that_slime_computed(tmp_path, caplog, monkeypatch):
+    """With --use-rollout-entropy, and without it a note says what the audit then lacks."""
+    entropy = [torch.full_like(logp, 0.5) for logp in samples()[0]]
+    monkeypatch.setattr(hooks, "FIRST", FirstStep("miles"))
+    stepped(rollout_data(entropy=entropy), dump=str(tmp_path / "with"))
+    assert "--use-rollout-entropy" not in caplog.text
+    (file,) = (tmp_path / "with").iterdir()
+    rows = parquet.read_table(file).to_pylist()
+    assert [row["entropy"] for row in rows] == [[0.5] * n for n in (5, 3, 4)]
+    monkeypatch.setattr(hooks, "FIRST", FirstStep("miles"))
+    stepped(dump=str(tmp_path / "without"))
+    assert "the dump has no entropy" in caplog.text
 
 
 def test_a_dump_has_the_rewards_before_the_groups_mean_is_taken_off(tmp_path):

@@ -89,9 +89,13 @@ def step(args: Any, rollout_id: int = 0, rollout_data: Any = None, **_: Any) -> 
         average = "sequences"
     sides = old, rollout, mask.to(old.device)
     found = measure_and_correct(padded(whole("advantages")), *sides, correction, average)
+    entropy = None
+    if rollout_data.get("entropy"):
+        entropy = whole("entropy")  # all ranks of context parallelism give their slices
     if FIRST.due and is_first_rank():
         report.log_notes()
-        FIRST.look(old, rollout, mask.to(old.device))
+        known = None if entropy is None else padded(entropy)
+        FIRST.look(*sides, entropy=known)
     metrics = over_ranks(found.metrics, int(mask.sum()), correction, data_parallel_group())
     if settings.correction is not None:
         _check_nonfinite(settings.correction, metrics)
@@ -99,7 +103,7 @@ def step(args: Any, rollout_id: int = 0, rollout_data: Any = None, **_: Any) -> 
         rollout_data["advantages"] = _own_part(args, corrected, rollout_data)
     rollout_data.update(metrics)
     if settings.dump is not None and _writes_dump(args):
-        _dump(settings, rollout_id, rollout_data, batch)
+        _dump(settings, rollout_id, rollout_data, batch, entropy)
 
 
 def tis(args: Any, **batch: Any) -> TisResult:
@@ -232,7 +236,13 @@ def _writes_dump(args: Any) -> bool:
     return not (mpu.get_tensor_model_parallel_rank() or mpu.get_context_parallel_rank())
 
 
-def _dump(settings: Settings, rollout_id: int, data: Mapping[str, Any], batch: Batch) -> None:
+def _dump(
+    settings: Settings,
+    rollout_id: int,
+    data: Mapping[str, Any],
+    batch: Batch,
+    entropy: Sequence[Tensor] | None,
+) -> None:
     """Write this rank's samples for `onepolicy audit`."""
     assert settings.dump is not None
     rewards = data.get("local_raw_reward", data.get("rewards"))  # of others: less the group's mean
@@ -241,7 +251,9 @@ def _dump(settings: Settings, rollout_id: int, data: Mapping[str, Any], batch: B
         if not len(mask):
             continue  # the response is empty
         tokens = torch.as_tensor(data["tokens"][i])[-len(mask) :]
-        row = dump_row(tokens, mask, batch.logp_rollout[i], batch.logp_old[i], step=rollout_id)
+        sides = batch.logp_rollout[i], batch.logp_old[i]
+        known = None if entropy is None else entropy[i]
+        row = dump_row(tokens, mask, *sides, step=rollout_id, entropy=known)
         if rewards is not None:
             row["reward"] = float(rewards[i])
         rows.append(row)

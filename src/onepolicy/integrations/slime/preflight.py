@@ -32,6 +32,11 @@ def check_step(args: Any, settings: Settings, data: Mapping[str, Any]) -> Prefli
         fix=f"with one update per rollout slime scores only if asked to: add {MEASURE}",
     )
     check_sampling(report, sampling_of(args, top_p_replayed=True), settings.correction)
+    if settings.dump is not None and not data.get("entropy"):
+        report.note(
+            "the dump has no entropy, without which `onepolicy audit` sees no other temperature "
+            "and recommends no correction; --use-rollout-entropy adds it"
+        )
     if settings.correction is None:
         return report
     _check_correction(report, settings.correction)
