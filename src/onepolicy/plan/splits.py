@@ -48,9 +48,11 @@ def possible_splits(
             f"--tensor-parallel: it is for servers; rollout.engine.kind = {kind} has one device, "
             "or under Ray rollout.engine.tensor_parallel_size; leave it out"
         )
-    ranks = learners or config.train.ranks
+    ranks, field = config.train.ranks, "train.ranks"
+    if learners:
+        ranks, field = learners, "--learners"
     if in_process(config):
-        return _in_process_splits(config, cluster, ranks, engines)
+        return _in_process_splits(config, cluster, ranks, engines, field)
     if replicated(config):
         return [_ray_split(config, cluster, ranks, engines)]
     if cluster.count < 2:
@@ -59,7 +61,6 @@ def possible_splits(
             f"{kind}; give more, or use hf or vllm, which live in the learner's process"
         )
     if ranks >= cluster.count:
-        field = "--learners" if learners else "train.ranks"
         raise UsageError(
             f"{field}: {ranks} of {cluster.count} devices leave none for an engine; lower it"
         )
@@ -67,7 +68,7 @@ def possible_splits(
 
 
 def _in_process_splits(
-    config: RunConfig, cluster: Cluster, ranks: int, engines: int | None
+    config: RunConfig, cluster: Cluster, ranks: int, engines: int | None, field: str
 ) -> list[DeviceSplit]:
     if engines not in (None, 1):
         raise UsageError(
@@ -79,7 +80,7 @@ def _in_process_splits(
         most = 1
     if ranks > most:
         raise UsageError(
-            f"--learners: {ranks} of {most} devices this engine's process can have; lower it"
+            f"{field}: {ranks} of {most} devices this engine's process can have; lower it"
         )
     return [DeviceSplit(count, 1, 1) for count in _learner_counts(ranks, most, cluster.per_node)]
 
@@ -89,11 +90,14 @@ def _ray_split(config: RunConfig, cluster: Cluster, ranks: int, engines: int | N
     assert isinstance(config.cluster, RayCluster)
     engines = engines or config.cluster.replicas
     replica_devices = devices_per_replica(config, cpu=cluster.is_cpu)
-    needed = max(1, ranks) + math.ceil(engines * replica_devices)
+    for_engines = math.ceil(engines * replica_devices)
+    if replica_devices < 1:  # a device holds whole replicas
+        for_engines = math.ceil(engines / math.floor(1 / replica_devices + 1e-9))
+    needed = max(1, ranks) + for_engines
     if needed > cluster.count:
         raise UsageError(
-            f"--cluster: {cluster}, but train.ranks = {ranks} and {engines} replicas of "
-            f"{replica_devices:g} need {needed} devices; give more, or lower cluster.replicas"
+            f"--cluster: {cluster}, but {max(1, ranks)} learners and {engines} replicas of "
+            f"{replica_devices:g} devices need {needed}; give more devices or fewer of these"
         )
     return DeviceSplit(max(1, ranks), engines, tensor_parallel_size(config))
 

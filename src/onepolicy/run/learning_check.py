@@ -193,7 +193,10 @@ def _cause_in_rewards(config: RunConfig, silent: list[Row]) -> str:
         )
     if _same(most, 0.0):
         keys = ("grader", "answer_prefix")
-        settings = ", ".join(f"task.{key}" for key in keys if hasattr(config.task, key))
+        section, task = "task", config.task
+        if not hasattr(task, "grader") and hasattr(task, "problems"):
+            section, task = "task.problems", task.problems
+        settings = ", ".join(f"{section}.{key}" for key in keys if hasattr(task, key))
         return (
             "Every reward is 0: no answer was right, or the grader found none in the text. Compare "
             "the text with the right answer and with the grader's settings "

@@ -455,8 +455,24 @@ def test_ray_replicas_have_devices_of_their_own():
     parallel = {"engine": {"kind": "vllm", "tensor_parallel_size": 2}}
     split = config(cluster={"kind": "ray", "replicas": 3}, rollout=parallel)
     assert possible_splits(split, cluster(8)) == [DeviceSplit(1, 3, 2)]
-    with pytest.raises(UsageError, match="3 replicas of 2 need 7 devices"):
+    with pytest.raises(UsageError, match="1 learners and 3 replicas of 2 devices need 7"):
         possible_splits(split, cluster(6))
+    # A device holds whole replicas: of 0.6 one, of 0.4 and 0.5 two, of 1/3 three.
+    for share, count, needed in ((0.6, 5, 5), (0.4, 5, 3), (0.5, 4, 2), (1 / 3, 6, 2), (0.1, 9, 1)):
+        parts = {"kind": "ray", "replicas": count, "gpus_per_replica": share}
+        own = config(cluster=parts, rollout=few)
+        assert possible_splits(own, cluster(1 + needed)) == [DeviceSplit(1, count, 1)]
+        if needed > 1:
+            with pytest.raises(UsageError, match=f"need {1 + needed}; give more"):
+                possible_splits(own, cluster(needed))
+
+
+def test_more_learners_than_devices_are_named_by_their_setting():
+    alone = config(train={"ranks": 4})
+    with pytest.raises(UsageError, match=r"train\.ranks: 4 of 2 devices"):
+        possible_splits(alone, cluster(2))
+    with pytest.raises(UsageError, match="--learners: 3 of 2 devices"):
+        possible_splits(alone, cluster(2), learners=3)
 
 
 def test_ways_to_engines_are_those_of_the_recipe():

@@ -98,10 +98,17 @@ class Jsonl:
     def start_up_problems(self) -> Iterable[Problem]:
         """Yield every line.
 
-        With the math grader, raise UsageError for an answer that it cannot parse, because no
-        response could ever match that answer.
+        Raise UsageError for an answer that no response could match: one that the math grader cannot
+        parse, or one with the prefix in it.
         """
         for problem in [*self._train, *self._held_out]:
+            reference = self.reference_response(problem)
+            if reference is not None and not self.grade(problem, reference):
+                raise UsageError(
+                    f"{(problem.entry or {})['source']}: answer {problem.answer[:SHOWN]!r} has "
+                    f"{self.section}.answer_prefix in it, {self.config.answer_prefix!r}, and the "
+                    "text after the last one is graded; choose a prefix that no answer has"
+                )
             if self._math is not None and not self._math.can_parse_answer(problem.answer):
                 raise UsageError(
                     f"{(problem.entry or {})['source']}: math-verify finds no expression in answer "

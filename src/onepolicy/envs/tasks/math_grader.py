@@ -163,7 +163,8 @@ def _written_out(number: re.Match[str]) -> str:
 
 def _is_no_expression(answer: str) -> bool:
     """Return whether an answer is a word or a date: math-verify reads a product or a sum."""
-    return WORD_OR_DATE.fullmatch(answer.strip()) is not None
+    infinite = answer.strip().lower() in ("inf", "infinity")
+    return not infinite and WORD_OR_DATE.fullmatch(answer.strip()) is not None
 
 
 def _exchange_line(

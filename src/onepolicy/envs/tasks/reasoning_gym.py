@@ -41,6 +41,7 @@ ALLOWED_NAMES = frozenset(
         "tanh",
         "exp",
         "log",
+        "ln",
         "sqrt",
         "Abs",
         "pi",
@@ -80,6 +81,8 @@ def _is_allowed(node: ast.AST, arithmetic: bool) -> bool:
             return len(name) == 1 or name in ALLOWED_NAMES
         case ast.Call(func=ast.Name(id=name), keywords=[]):
             return name in ALLOWED_NAMES
+        case ast.BinOp(left=ast.Name(id="E"), op=ast.Pow()):
+            return True  # as exp(), which no exponent makes larger
         case ast.BinOp(op=ast.Pow(), right=exponent):
             return _is_small_exponent(exponent)
         case ast.BinOp(op=op):

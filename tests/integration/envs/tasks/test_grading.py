@@ -58,6 +58,8 @@ MATH = [
     ("No", "no", 0.0),
     ("on", "No", 0.0),
     ("silent", "listen", 0.0),
+    ("\\boxed{\\infty}", "infinity", 1.0),
+    ("\\boxed{3}", "infinity", 0.0),
     ("\\boxed{Listen}", "listen", 1.0),
     ("2018", "2024-01-05", 0.0),
     ("$ba$", "ab", 1.0),
@@ -151,7 +153,7 @@ def test_readable(grader):
 
 
 HARMLESS = ["(8-5)*(4+4)", "x**2/2 + sin(x) + C", "[['Q', '_'], ['_', 'Q']]", "_ Q\nQ _", "1 2 3"]
-HARMLESS += ["-3", "(x**2+1)**3", "", "A"]
+HARMLESS += ["-3", "(x**2+1)**3", "", "A", "3*E**(2*x+5)+C", "E**(x**2+3*x)", "x*ln(x)-x+C"]
 HARMFUL = ["__import__('os').system('true')", "().__class__", "oracle_answer", "entry['answer']"]
 HARMFUL += [
     "[x for x in [1]]",

@@ -168,6 +168,18 @@ def test_grade_exact_with_prefix(tmp_path):
     assert task.reference_response(asked) == f"####{asked.answer}"
 
 
+def test_an_answer_with_the_prefix_in_it_is_found_before_the_run(tmp_path):
+    """What stands after the last prefix is graded, so no response would be right."""
+    path = tmp_path / "data.jsonl"
+    rows = [("when?", "10"), ("and then?", "10:30"), ("last?", "3")]
+    path.write_text("\n".join(json.dumps({"prompt": p, "answer": a}) for p, a in rows))
+    task = Jsonl(JsonlTask(path=str(path), held_out=1, answer_prefix=":"))
+    with pytest.raises(UsageError, match=r"data\.jsonl:2: answer '10:30' has .*answer_prefix in"):
+        list(task.start_up_problems())
+    other = Jsonl(JsonlTask(path=str(path), held_out=1, answer_prefix="####"))
+    assert len(list(other.start_up_problems())) == 3
+
+
 @pytest.mark.process
 def test_an_unreadable_math_answer_is_found_before_the_run(tmp_path):
     path = tmp_path / "data.jsonl"
