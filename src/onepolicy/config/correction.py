@@ -354,7 +354,8 @@ class CorrectionConfig(Frozen):
     protect: tuple[LossTerm, ...] = LOSS_TERMS
     """Terms of the loss that still see rejected slots."""
     max_nonfinite: float = Field(0.1, ge=0, le=1)
-    """Largest share of a step's slots whose ratio may be not finite; they are rejected."""
+    """Largest share of a step's slots whose ratio may be not finite; they are rejected. A run of
+    `onepolicy train` stops at the first."""
     centering: Literal["none", "head", "support"] = "none"
     """Subtract the rollout policy's mean score (arXiv 2609.20807), of its likeliest tokens with a
     proportional tail (head) or of every token that it may sample (support): the whole vocabulary,

@@ -320,7 +320,7 @@ class AdapterCheck:
         """Return the trainer's log-probabilities after the prompts, [P, vocabulary] float32, CPU.
 
         The engine's routes are replayed if the run replays them. With replay.source = reprefill it
-        returns none, and both sides route by themselves.
+        returns none, and both sides route by themselves, as with replay.mode = r2.
         """
         scorer = self.learner.scorer
         replies = [
@@ -330,7 +330,7 @@ class AdapterCheck:
         micro = pack_generated(generated, routes=True).to(scorer.device)
         slots = micro.trainable.nonzero()[:, 0]
         routing: AbstractContextManager[object] = nullcontext()
-        if self.components.reprefill is None:
+        if self.components.reprefill is None and scorer.replay_mode.in_scoring:
             routing = scorer.routing_context(micro, native=False)
         with routing:
             logits = scorer.logits(micro, slots)

@@ -27,7 +27,7 @@ from onepolicy.objective.advantages import compute_advantages, compute_outcomes,
 from onepolicy.rollout.collect import collect_rollouts
 from onepolicy.run.adapter_check import check_adapter
 from onepolicy.run.recovery import Recovering
-from onepolicy.run.step_metrics import gradient_metrics, mismatch_metrics
+from onepolicy.run.step_metrics import check_finite, gradient_metrics, mismatch_metrics
 from onepolicy.sync.push import push_weights
 from onepolicy.train.pack import pack
 from onepolicy.types import Group, Sample, TokenBatch
@@ -115,6 +115,7 @@ def train_on_rollouts(
     # The trainer's log-probabilities, with the rollout's experts replayed; reference and critic.
     with timer("score"):
         batch = learner.score(batch)
+    check_finite(batch, batch.logp_old)
 
     # Advantage, weight and rejection of every slot.
     batch = compute_advantages(batch, config.objective)

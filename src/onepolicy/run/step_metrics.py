@@ -40,15 +40,22 @@ def mismatch_metrics(batch: TokenBatch) -> dict[str, float]:
 
 
 def compare_sides(batch: TokenBatch, trainer: Tensor, other: Tensor) -> Mismatch:
-    """Compare the trainer's log-probabilities [T] of a batch with others, which are finite.
-
-    Raises TrainingError if the trainer's are not: a run holds both engines, so that is a fault of
-    it and not a missing value.
-    """
+    """Compare the trainer's log-probabilities [T] of a batch with others, which are finite."""
+    check_finite(batch, trainer)
     mask = batch.trainable
-    broken = mask & ~(trainer - other).isfinite()
+    return compare_tokens(trainer[mask].double(), other[mask].double(), batch.segment[mask])
+
+
+def check_finite(batch: TokenBatch, trainer: Tensor | None) -> None:
+    """Raise TrainingError if the trainer's log-probability [T] of a trainable slot is not finite.
+
+    A run holds both engines, so that is a fault of it and not a missing value.
+    """
+    if trainer is None:  # bypass: the update scores
+        return
+    broken = batch.trainable & ~trainer.isfinite()
     if not broken.any():
-        return compare_tokens(trainer[mask].double(), other[mask].double(), batch.segment[mask])
+        return
     slot = int(broken.nonzero()[0, 0])
     raise TrainingError(
         f"the trainer's log-probability of a token of sample {int(batch.segment[slot])} is "

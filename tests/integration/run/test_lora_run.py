@@ -53,6 +53,17 @@ def test_a_run_delivers_its_adapter_and_saves_nothing_else(lora, policy):
     assert config["base_model_name_or_path"] == str(policy)
 
 
+def test_the_check_of_an_adapter_goes_without_the_routes_that_r2_replays(
+    recipe, tmp_path, monkeypatch
+):
+    """They are of the trainer's own scoring, which the check's answers have not seen."""
+    monkeypatch.setattr(AdapterCheck, "prompts", 8)
+    r2 = ("replay.mode=r2", "objective.num_minibatches=2", "steps=1", "eval.every=0")
+    trained(recipe, tmp_path / "run", *LORA, FLOAT32, *r2)
+    (row,) = updates(tmp_path / "run")
+    assert row["adapter/delivered"] == pytest.approx(1, abs=1e-2)
+
+
 @pytest.mark.full
 def test_resume_and_fork(lora, tmp_path, monkeypatch):
     """A fork begins at the parent's adapter, and its first steps are the parent's."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import shutil
 import tomllib
@@ -189,3 +190,21 @@ def test_make_policy_on_a_jsonl_file(tmp_path, capsys, monkeypatch):
     assert main([*command, "steps=2", "max_len=64"]) == 0
     assert (tmp_path / "policy" / "policy.json").exists()
     assert "2/2" in capsys.readouterr().out
+
+
+def test_a_score_that_is_not_finite_stops_the_run_before_the_update(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    """Whatever share of them the correction lets pass."""
+    score = LocalLearner.score
+
+    def scored(learner, batch):
+        made = score(learner, batch)
+        made.logp_old[batch.trainable.nonzero()[0]] = -math.inf
+        return made
+
+    monkeypatch.setattr(LocalLearner, "score", scored)
+    monkeypatch.setattr(LocalLearner, "step", lambda *_: pytest.fail("it was trained on"))
+    status = main(["train", str(recipe), f"out={tmp_path / 'run'}", "steps=1", "eval.every=0"])
+    assert status == 1
+    assert "of a token of sample 0 is -inf; its weights are broken" in capsys.readouterr().err
