@@ -20,7 +20,7 @@ from onepolicy.correct.equations import in_their_settings
 from onepolicy.correct.report import quantiles
 from onepolicy.files import DISK_FULL, write_text_atomically
 from onepolicy.notation import counted, number
-from onepolicy.record.means import Interval
+from onepolicy.record.intervals import Interval
 from onepolicy.record.schema import VERSION
 from onepolicy.report.figures.tokens import extreme_curve
 from onepolicy.report.page import Card, Page, Section, Table, plain, write_page

@@ -2,8 +2,8 @@
 
 A waterfall starts at k3 between rollout and trainer as they are. Each step changes one more thing
 on one side and scores the same tokens again; its bar is the k3 that this removed. The k3 after the
-last step is the remainder. Intervals are bootstraps over sequences (record/means.py), with the same
-draws at every level, so that a bar is a paired difference.
+last step is the remainder. Intervals are bootstraps over sequences (record/intervals.py), with the
+same draws at every level, so that a bar is a paired difference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onepolicy.config import UsageError
-from onepolicy.record.means import FEWEST_UNITS, Interval, bootstrap_tail
+from onepolicy.record.intervals import FEWEST_UNITS, Interval, bootstrap_tail
 
 DRAWS = 2000
 

@@ -17,7 +17,7 @@ from onepolicy.models.load import cast_model, load_model
 from onepolicy.models.prepare import prepare_for_training
 from onepolicy.models.quant.quantise import use_scales
 from onepolicy.notation import number
-from onepolicy.record.means import Interval
+from onepolicy.record.intervals import Interval
 from onepolicy.rollout.copies import load_engine_copy
 from onepolicy.train.rescore import (
     Rescorer,

@@ -16,7 +16,7 @@ from rich.text import Text
 from onepolicy.console import Console, print_text
 from onepolicy.files import write_text_atomically
 from onepolicy.notation import DASH, counted, number
-from onepolicy.record.means import Interval
+from onepolicy.record.intervals import Interval
 from onepolicy.report.contrast import (
     ArmRun,
     Array,

@@ -15,7 +15,7 @@ import numpy as np
 
 from onepolicy.config import UsageError
 from onepolicy.config.json_shapes import Summary, read_json_object
-from onepolicy.record.means import FEWEST_UNITS, Interval, bootstrap_tail
+from onepolicy.record.intervals import FEWEST_UNITS, Interval, bootstrap_tail
 from onepolicy.report.jsonl import read_metrics
 from onepolicy.report.run import SUMMARY_FIX
 from onepolicy.report.run_summary import unlearnt

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from onepolicy.config.secrets import without_secrets
 from onepolicy.notation import DASH, counted, number
-from onepolicy.record.means import FEWEST_UNITS
+from onepolicy.record.intervals import FEWEST_UNITS
 from onepolicy.report.figures import causes, groups, routing, tokens
 from onepolicy.report.figures.causes import change, interval, remainder, signed
 from onepolicy.report.figures.parts import DENSE, WITH, WITHOUT, Absent, Figure, Width

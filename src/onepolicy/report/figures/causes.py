@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from onepolicy.notation import DASH, number
-from onepolicy.record.means import FEWEST_UNITS
+from onepolicy.record.intervals import FEWEST_UNITS
 from onepolicy.report.figures.parts import (
     NEUTRAL,
     REPLAY,
