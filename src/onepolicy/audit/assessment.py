@@ -62,7 +62,7 @@ OPTIONAL = (
     *("entropy", "logp_vocabulary", "turn"),
 )
 """Columns that a diagnosis takes where there are some, by its arguments' names."""
-NOT_OF_AGE = ("fill", "not_log", "constant", "shift", "retokenised", "rows", "copy")
+NOT_OF_AGE = ("fill", "not_log", "constant", "shift", "rows")
 """Causes that are looked for in old tokens too: no update of the weights looks like them."""
 TOO_OLD = f"Fewer than {FEWEST} tokens of the weights that trained, too few to see a temperature"
 PROCESSED_IN_VLLM = "logprobs_mode=processed_logprobs makes it return processed log-probabilities"
@@ -334,15 +334,13 @@ def _diagnose(accumulated: DumpAccumulator, onset: int | None, trainer: str) -> 
     newest = mask & (version == tensors["trained_version"])
     if torch.equal(newest, mask):
         return seen(mask, **given, group=group)
-    found = None
-    if int(newest.sum()) >= FEWEST:
-        found = seen(newest, **given, group=group)
-        if found.findings:
-            return found
-    # Tokens of one age have a gap of one size; that of updates looks like another temperature.
-    older = seen(mask, **given | {"entropy": None}, group=version)
-    if found is None:
-        return older
+    # Tokens of one age have a gap of one size. That of updates looks like another temperature.
+    if int(newest.sum()) < FEWEST:
+        return seen(mask, **given | {"entropy": None}, group=version)
+    found = seen(newest, **given, group=group)
+    if found.findings:
+        return found
+    older = seen(mask & ~newest, **given, group=version)
     marks = [each for each in older.findings if each.sure and each.cause in NOT_OF_AGE]
     return replace(found, findings=tuple(marks))
 

@@ -88,12 +88,12 @@ def join_calls(
             each = messages[after]
             if each.role == "tool" and each.call_id in whole:
                 replies.append(each)
-            elif _has_only_calls(each) and {call.id for call in each.calls} <= set(whole):
+            elif _goes_on(calls, each, whole):
                 calls += each.calls
             else:
                 break
             after += 1
-        if tuple(call.id for call in calls) == whole:
+        if _ids(calls) == whole:
             joined += [replace(turn, calls=tuple(calls)), *replies]
             at = after
         else:
@@ -102,8 +102,15 @@ def join_calls(
     return tuple(joined)
 
 
-def _has_only_calls(message: Message) -> bool:
-    return bool(message.calls) and not message.text and not message.thought
+def _ids(*calls: Iterable[Call]) -> tuple[str, ...]:
+    return tuple(call.id for part in calls for call in part)
+
+
+def _goes_on(calls: Sequence[Call], message: Message, whole: tuple[str, ...]) -> bool:
+    """Return whether a message is the next calls of a turn and nothing else."""
+    if message.text or message.thought or not message.calls:
+        return False
+    return _ids(calls, message.calls) == whole[: len(calls) + len(message.calls)]
 
 
 def message_key(message: Message) -> bytes:

@@ -91,7 +91,7 @@ def _ray_split(config: RunConfig, cluster: Cluster, ranks: int, engines: int | N
     engines = engines or config.cluster.replicas
     replica_devices = devices_per_replica(config, cpu=cluster.is_cpu)
     for_engines = math.ceil(engines * replica_devices)
-    if replica_devices < 1:  # a device holds whole replicas
+    if 0 < replica_devices < 1:  # a device holds whole replicas
         for_engines = math.ceil(engines / math.floor(1 / replica_devices + 1e-9))
     needed = max(1, ranks) + for_engines
     if needed > cluster.count:

@@ -71,6 +71,31 @@ def test_a_bug_in_old_tokens_alone_is_named(tmp_path, fault):
     assert (found.action, found.causes) == ("bug", (cause,))
 
 
+def test_exact_new_tokens_beside_noisy_old_ones_are_no_copies(tmp_path):
+    """Of an engine that is equal to the bit, sampling while it learns."""
+    rows = gaussian_rows(1e-4, rows=40, seed=1, length=40)
+    for i, row in enumerate(rows):
+        row["version"] = int(i < 20)
+        if i < 20:
+            row["logp_rollout"] = list(row["logp_trainer"])
+    found = audited(tmp_path, trained(rows, 1)).verdict
+    assert found.action != "bug"
+
+
+def test_certain_first_words_in_old_tokens_are_no_fill(tmp_path):
+    """Their entropy says so, of old tokens too."""
+    rows = world_rows(1, entropy=True) + world_rows(2, noise=0.4, entropy=True)
+    for i, row in enumerate(rows):
+        row["version"] = int(2 * i < len(rows))
+        for name in ("logp_rollout", "logp_trainer", "entropy"):
+            row[name] = [0.0] * 5 + list(row[name][5:])
+        for at in (7, 9):
+            for name in ("logp_rollout", "logp_trainer"):
+                row[name][at] = -1e-4
+            row["entropy"][at] = 1e-3
+    assert audited(tmp_path, trained(rows, 1)).verdict.causes == ("age",)
+
+
 def test_routes_that_agree_with_nothing_may_be_old(tmp_path):
     rows = moved_routes(with_routes(world_rows(1)), "row")
     assert "too old" not in audited(tmp_path, rows).verdict.text()

@@ -3,11 +3,14 @@
 import argparse
 import itertools
 import json
+from operator import mul
+from statistics import fmean
 
 import pytest
 from zero import study
 
 from onepolicy.config import TrainingError, UsageError, load
+from support.paths import ROOT
 
 
 def line(budget, arm, seed, start, end, error=None):
@@ -219,3 +222,29 @@ def test_the_policy_meets_both_budgets():
     leads = [row for row in rows if "<system>lead" in row[0]]
     guessed = [row for row in leads if not row[1].startswith("<think>") and "<tool>" not in row[0]]
     assert 0 < len(guessed) < len(leads)
+
+
+def test_the_page_has_what_the_runs_measured():
+    """Computed once more from the raw lines, with nothing of study.py."""
+    text = (ROOT / "benchmarks" / "zero" / "study.jsonl").read_text(encoding="utf-8")
+    runs = [json.loads(line) for line in text.splitlines()]
+    by_key = {(run["budget"], run["arm"], run["seed"]): run["curves"]["reward"] for run in runs}
+    arms, seeds = ("nothing", "r3", "r3-support"), range(800, 808)
+    assert len(runs) == len(by_key) == 48
+    assert {run["error"] for run in runs} == {None}
+    tables = json.loads((ROOT / "docs" / "data" / "zero.json").read_text(encoding="utf-8"))
+    (table,) = (each for each in tables if each["id"] == "study")
+    for (turns, arm), row in zip(itertools.product(("4", "32"), arms), table["rows"], strict=True):
+        rewards = [by_key[turns, arm, seed] for seed in seeds]
+        starts, ends = [each[0] for each in rewards], [each[-1] for each in rewards]
+        failed = sum(end <= start for start, end in zip(starts, ends, strict=True))
+        assert row[:3] == [int(turns), arm, failed]
+        assert row[3:5] == pytest.approx([fmean(starts), fmean(ends)], abs=5.1e-4)
+
+    def gain(turns, seed):
+        return by_key[turns, "r3-support", seed][-1] - by_key[turns, "nothing", seed][-1]
+
+    more = [gain("32", seed) - gain("4", seed) for seed in seeds]
+    sums = [abs(sum(map(mul, more, signs))) for signs in itertools.product((1, -1), repeat=8)]
+    p = fmean(each >= sums[0] - 1e-9 for each in sums)
+    assert f"(by {fmean(more):+.3f} of the reward, exact p = {p:.2g}, 8 seeds)" in table["claim"]

@@ -155,6 +155,10 @@ def test_a_reply_right_behind_its_call_leaves_the_turn_whole():
     assert together.path.tokens[: together.start] == second.path.tokens[: second.start]
     other = [Message("assistant", calls=(one,)), seen[0], Message("assistant", "so", calls=(two,))]
     assert join_calls(other, {one.id: (one.id, two.id)}) == tuple(other)
+    repeated = [
+        Message("assistant", calls=(one,))
+    ] * 20_000  # a quadratic search would take minutes
+    assert join_calls(repeated, {one.id: (one.id, two.id)}) == tuple(repeated)
 
 
 def test_users_that_follow_each_other_are_joined_where_roles_must_alternate():

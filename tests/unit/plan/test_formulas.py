@@ -458,7 +458,14 @@ def test_ray_replicas_have_devices_of_their_own():
     with pytest.raises(UsageError, match="1 learners and 3 replicas of 2 devices need 7"):
         possible_splits(split, cluster(6))
     # A device holds whole replicas: of 0.6 one, of 0.4 and 0.5 two, of 1/3 three.
-    for share, count, needed in ((0.6, 5, 5), (0.4, 5, 3), (0.5, 4, 2), (1 / 3, 6, 2), (0.1, 9, 1)):
+    for share, count, needed in (
+        (0.6, 5, 5),
+        (0.4, 5, 3),
+        (0.5, 4, 2),
+        (1 / 3, 6, 2),
+        (0.1, 9, 1),
+        (0, 2, 0),
+    ):
         parts = {"kind": "ray", "replicas": count, "gpus_per_replica": share}
         own = config(cluster=parts, rollout=few)
         assert possible_splits(own, cluster(1 + needed)) == [DeviceSplit(1, count, 1)]
